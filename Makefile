@@ -1,0 +1,45 @@
+# `make` or `make help` lists the targets. PYTHON may be set: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+MODELS ?= .cache/models
+STAMP   = $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test real check bench checkpoint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(STAMP)  ## set up, then see who attends to whom in "hell"
+	$(BIN)/clearhead look hell
+
+test: $(STAMP)  ## set up, then run the tests
+	$(BIN)/python -m pytest
+
+real: $(STAMP) $(MODELS)/.fetched  ## fetch three real models (170 MB), then run the tests on them
+	HF_HUB_OFFLINE=1 CLEARHEAD_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest --override-ini=addopts= tests/real
+
+$(MODELS)/.fetched: $(STAMP) tests/real/fetch.py
+	$(BIN)/python tests/real/fetch.py $(MODELS)
+	touch $@
+
+check: $(STAMP)  ## format, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/basedpyright
+
+bench: $(STAMP)  ## measure this machine (a table on the terminal)
+	$(BIN)/python benchmarks/run.py
+
+checkpoint: $(STAMP)  ## train the shipped GPT again, from its seed
+	$(BIN)/python -m clearhead.models.train
+
+clean:  ## remove what the targets made, but not the fetched models
+	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,58 @@
+"""One validated attention call, as every implementation receives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from clearhead.masks import Mask
+
+__all__ = ["Problem", "Sizes"]
+
+
+class Sizes(NamedTuple):
+    """How many positions a mask is asked about. `batch` and `head` matter to masks that vary."""
+
+    query: int
+    source: int
+    batch: int = 1
+    head: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Checked inputs of one call. All tensors have a head axis; a mask and a bias broadcast."""
+
+    query: Tensor  # (*batch, head, query, head_dim)
+    key: Tensor  # (*batch, source_head, source, head_dim); head is a multiple of source_head
+    value: Tensor  # (*batch, source_head, source, value_dim)
+    mask: Mask | None
+    scale: float
+    bias: Tensor | None = None  # broadcasts to (*batch, head, query, source)
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (head,)
+    dropout: float = 0.0
+    seed: Tensor | None = None  # int64 scalar, drawn once a call where dropout > 0
+
+    @property
+    def group(self) -> int:
+        """How many query heads share one source head."""
+        return self.query.shape[-3] // max(self.key.shape[-3], 1)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that the mask is asked with; several batch axes count as their product."""
+        *batch, head, query, _ = self.query.shape
+        flat = 1
+        for size in batch:
+            flat *= size
+        return Sizes(query, self.key.shape[-2], flat, head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that scores, weights and readings are computed in."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32

@@ -1,0 +1,49 @@
+"""One way to say what was wrong: the argument, the rule, what was got, the shapes, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["type_error", "value_error"]
+
+
+def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
+    """Build the ValueError for an argument whose value or shape breaks a rule.
+
+    >>> print(value_error("key", "needs as many features as query", got="8",
+    ...                   shapes={"query": (2, 5, 4), "key": (2, 5, 8)}, hint="project key first"))
+    key: needs as many features as query; got 8
+      query  (2, 5, 4)
+      key    (2, 5, 8)
+      to do: project key first
+
+    `got` is what was passed, `shapes` maps names to shapes (or tensors), `hint` says what to do.
+    """
+    return ValueError(_message(argument, rule, **parts))
+
+
+def type_error(argument: str, rule: str, **parts: Any) -> TypeError:
+    """Build the TypeError for an argument of a wrong type or dtype; parts as in `value_error`."""
+    return TypeError(_message(argument, rule, **parts))
+
+
+def _message(
+    argument: str,
+    rule: str,
+    *,
+    got: object = None,
+    shapes: Mapping[str, Any] | None = None,
+    hint: str | None = None,
+) -> str:
+    lines = [f"{argument}: {rule}" + (f"; got {got}" if got is not None else "")]
+    shapes = {name: shape for name, shape in (shapes or {}).items() if shape is not None}
+    width = max(map(len, shapes), default=0)
+    lines += [f"  {name:<{width}}  {_shape(shape)}" for name, shape in shapes.items()]
+    if hint:
+        lines.append(f"  to do: {hint}")
+    return "\n".join(lines)
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(getattr(value, "shape", value)))
