@@ -1,0 +1,68 @@
+"""`clearhead info`: versions, threads, and which implementations can serve here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+HELP = "versions, threads, implementations and instruction sets of this machine"
+OPTIONAL = ("transformers", "gguf", "pyarrow", "onnx")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `clearhead info`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is installed and what it runs on."""
+    facts = collect()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _render(facts)
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Return the facts as one JSON-ready dictionary."""
+    import torch
+
+    import clearhead
+    from clearhead import _impl
+
+    return {
+        "clearhead": clearhead.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "implementations": _impl.available(),
+        "optional": {name: _version(name) for name in OPTIONAL},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _render(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name in ("clearhead", "python", "torch", "threads", "machine"):
+        table.add_row(Text(name), Text(str(facts[name])))
+    for name, state in facts["implementations"].items():
+        table.add_row(Text(f"impl {name}"), Text(state))
+    for name, version in facts["optional"].items():
+        table.add_row(Text(name), Text(version or "not installed"))
+    Console(file=sys.stdout).print(table)

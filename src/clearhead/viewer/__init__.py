@@ -1,0 +1,1 @@
+"""What a person sees: token labels, and the renderers that share them."""
