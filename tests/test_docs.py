@@ -1,0 +1,111 @@
+"""Every block of the README and the docs runs, and prints what stands below it.
+
+A `python` block shares one namespace with the blocks above it in its file. A `text` block right
+below one is what it prints. A `console` block holds commands (`$ ...`), each with its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import clearhead
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+# Commands that set a machine up or train at length are what `make` runs, not what a test runs.
+NOT_RUN = ("git", "make", "pip", "python", "cd")
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    text = page.read_text(encoding="utf-8")
+    return [(m[1], m[2], text.count("\n", 0, m.start()) + 2) for m in FENCE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    found = blocks(page)
+    for index, (language, code, line) in enumerate(found):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+        if index + 1 < len(found) and found[index + 1][0] == "text":
+            assert_alike(printed.getvalue(), found[index + 1][1])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_console_blocks(page: Path, tmp_path: Path) -> None:
+    for language, block, _ in blocks(page):
+        if language == "console":
+            for command, output in commands(block):
+                words = shlex.split(command)
+                if words[0] in NOT_RUN:
+                    continue
+                assert_alike(run(words, tmp_path), output)
+
+
+def commands(block: str) -> list[tuple[str, str]]:
+    parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts]
+
+
+def run(words: list[str], folder: Path) -> str:
+    assert words[0] == "clearhead", words
+    environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-m", "clearhead", *words[1:]],
+        cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def assert_alike(got: str, expected: str) -> None:
+    """Compare word by word; decimals may differ by their last shown digit, integers may not."""
+    if not expected.strip():
+        return
+    assert NUMBER.sub("#", " ".join(got.split())) == NUMBER.sub("#", " ".join(expected.split()))
+    for ours, theirs in zip(NUMBER.findall(got), NUMBER.findall(expected), strict=True):
+        last = 10.0 ** -len(theirs.partition(".")[2]) if "." in theirs else 0.0
+        assert abs(float(ours) - float(theirs)) <= last * 1.01, f"{ours} is not {theirs}"
+
+
+def test_alike_tells_a_lie() -> None:
+    assert_alike("a 0.51\n", "a 0.50\n")
+    for lie in ("a 0.53\n", "b 0.50\n", "a\n", "a 0.50 0.50\n"):
+        with pytest.raises(AssertionError):
+            assert_alike(lie, "a 0.50\n")
+
+
+def modules() -> list[str]:
+    walk = pkgutil.walk_packages(clearhead.__path__, "clearhead.")
+    return sorted(m.name for m in walk if not m.name.endswith(("__main__", "._native")))
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
