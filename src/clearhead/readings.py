@@ -1,40 +1,601 @@
-"""What can be read while the weights pass: the base that every reading shares."""
+"""What can be read while the weights pass: each reading is a fold over pieces of the weight map.
 
+>>> import torch
+>>> from clearhead import readings
+>>> scores = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, -torch.inf]])
+>>> readings.Entropy().fold([readings.Strip.of(scores)])
+tensor([0.8324, 0.6931])
+
+The pieces may be rows, chunks of sources (a KV cache, the shares of ranks) or both, in any order.
+What they need in common is the log-sum-exp of the *whole* rows, which is the `torch.logaddexp` of
+the chunks' own; `Strip.of` weighs a piece with it, `part` reads the piece, `merge` adds parts:
+
+>>> left, right = scores[:, :2], scores[:, 2:]
+>>> lse = torch.logaddexp(left.logsumexp(-1), right.logsumexp(-1))
+>>> whole = {"lse": lse, "query": 2, "source": 3}
+>>> parts = [readings.Entropy().part(readings.Strip.of(left, sources=[0, 1], **whole)),
+...          readings.Entropy().part(readings.Strip.of(right, sources=[2], **whole))]
+>>> readings.Entropy().finish(readings.Entropy().merge(*parts))
+tensor([0.8324, 0.6931])
+
+All readings take the weights before dropout, and answer in float32 (float64 for float64 inputs).
+A score of -inf is a blocked edge, whether the mask, a bias or an overflow made it so.
+"""
+
+# The methods are documented once, in Reading.
+# ruff: noqa: D102
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Reading", "Strip"]
+from clearhead.errors import type_error, value_error
+
+if TYPE_CHECKING:
+    from clearhead.masks import Mask
+
+    from clearhead._impl.problem import Sizes
+
+__all__ = [
+    "BlockMap",
+    "BlockMapValue",
+    "Distance",
+    "Entropy",
+    "LogSumExp",
+    "Mass",
+    "Overlap",
+    "Reading",
+    "Received",
+    "Rows",
+    "Scores",
+    "Strip",
+    "TopK",
+    "TopKValue",
+    "Weights",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class Strip:
-    """Some rows of the weight map, whole or in part, as readings receive them.
+    """A piece of the weight map: some queries, some sources, as readings receive it.
 
     `weights` are before dropout; `lse` is the log-sum-exp of the *whole* row (sinks included), also
-    where the strip holds only some of its sources, so that parts of a row add up.
+    where the piece holds only some of its sources, so that parts of a row add up.
     """
 
-    scores: Tensor  # (*batch, head, rows, columns); -inf where masked
-    weights: Tensor  # the same; 0 where masked
+    scores: Tensor  # (*batch, head, rows, columns); -inf where blocked
+    weights: Tensor  # the same; 0 where blocked
     lse: Tensor  # (*batch, head, rows)
-    queries: Tensor  # (rows,) int64, positions in 0..query-1
+    queries: Tensor  # (rows,) int64, positions in 0..query-1, ascending
     sources: Tensor  # (columns,) int64, positions in 0..source-1, ascending
     query: int  # how many queries and sources the whole map has
     source: int
 
+    @staticmethod
+    def of(
+        scores: Tensor,
+        *,
+        lse: Tensor | None = None,
+        queries: Sequence[int] | Tensor | None = None,
+        sources: Sequence[int] | Tensor | None = None,
+        query: int | None = None,
+        source: int | None = None,
+    ) -> Strip:
+        """Weigh a piece of the score map with the log-sum-exp of its whole rows.
+
+        >>> Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])).weights
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
+
+        `queries` and `sources` are the positions of the piece's rows and columns, `query` and
+        `source` how many there are in the whole; without them the piece is the whole.
+        """
+        lse = torch.logsumexp(scores, -1) if lse is None else lse
+        rows, columns = scores.shape[-2:]
+        return Strip(
+            scores=scores,
+            weights=_weigh(scores, lse),
+            lse=lse,
+            queries=_positions("queries", queries, rows, scores),
+            sources=_positions("sources", sources, columns, scores),
+            query=rows if query is None else query,
+            source=columns if source is None else source,
+        )
+
+    @property
+    def allowed(self) -> Tensor:
+        """The edges that are not blocked: those with a score above -inf, or NaN."""
+        return self.scores != -torch.inf
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the whole map, as masks are asked with them."""
+        # A mask's module must be able to import readings first, hence not at the top.
+        from clearhead._impl.problem import Sizes
+
+        *batch, head = self.weights.shape[:-2] or (1,)
+        return Sizes(self.query, self.source, functools.reduce(operator.mul, batch, 1), head)
+
+
+def _weigh(scores: Tensor, lse: Tensor) -> Tensor:
+    blocked = scores == -torch.inf
+    # The difference is finite before exp sees it, so that no gradient becomes 0 * inf.
+    return torch.where(blocked, 0, scores - lse.unsqueeze(-1)).exp().masked_fill(blocked, 0)
+
+
+def _positions(name: str, given: Sequence[int] | Tensor | None, size: int, like: Tensor) -> Tensor:
+    if given is None:
+        return torch.arange(size, device=like.device)
+    positions = torch.as_tensor(given, dtype=torch.int64, device=like.device)
+    if positions.shape != (size,):
+        raise value_error(
+            name,
+            "needs one position for each row (queries) and column (sources) of scores",
+            shapes={name: positions, "scores": like},
+        )
+    return positions
+
 
 class Reading:
-    """A fold over strips: `part` of each strip, `merge` of parts, `finish` to the value."""
+    """A fold over strips: `part` of each strip, `merge` of parts, `finish` to the value.
+
+    Parts of different rows stand side by side, parts of the same rows but other sources add up;
+    `merge` is associative and commutative, except for the order in which floats are added.
+    """
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise ValueError where the reading cannot be taken from maps of these sizes."""
 
     def part(self, strip: Strip) -> Any:
+        """Read one strip."""
         raise NotImplementedError
 
     def merge(self, left: Any, right: Any) -> Any:
+        """Put the parts of two strips together; the strips have no edge in common."""
         raise NotImplementedError
 
     def finish(self, part: Any) -> Any:
+        """Turn the part of the whole map into the value that is handed out."""
         raise NotImplementedError
+
+    def fold(self, strips: Iterable[Strip]) -> Any:
+        """Read a whole map from its strips, in any order."""
+        return self.finish(functools.reduce(self.merge, map(self.part, strips)))
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({given})"
+
+
+class PerQuery(NamedTuple):
+    """Part of a reading with numbers per query: the positions, ascending, and the numbers."""
+
+    queries: Tensor  # (rows,)
+    values: tuple[Tensor, ...]  # each (..., rows) or (..., rows, k)
+
+
+class Blocks(NamedTuple):
+    """Part of a reading of the map itself: pieces (queries, sources, values), put in place last."""
+
+    pieces: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    query: int
+    source: int
+
+
+class _PerQueryReading(Reading):
+    """Numbers per query: rows stand side by side, the same row adds up by `_combine`."""
+
+    _axis = -1
+    _empty: tuple[float, ...] = (0.0,)
+
+    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(a + b for a, b in zip(left, right, strict=True))
+
+    def merge(self, left: PerQuery, right: PerQuery) -> PerQuery:
+        if torch.equal(left.queries, right.queries):
+            return PerQuery(left.queries, self._combine(left.values, right.values))
+        queries = torch.cat([left.queries, right.queries]).unique()
+        if len(queries) == len(left.queries) + len(right.queries):
+            return self._beside(left, right)
+        return PerQuery(
+            queries, self._combine(self._spread(left, queries), self._spread(right, queries))
+        )
+
+    def _beside(self, left: PerQuery, right: PerQuery) -> PerQuery:
+        queries, order = torch.cat([left.queries, right.queries]).sort()
+        pairs = zip(left.values, right.values, strict=True)
+        values = (torch.cat(pair, self._axis).index_select(self._axis, order) for pair in pairs)
+        return PerQuery(queries, tuple(values))
+
+    def _spread(self, part: PerQuery, queries: Tensor) -> tuple[Tensor, ...]:
+        """The part's values at more queries; those it has not seen are empty."""
+        at = torch.searchsorted(queries, part.queries)
+        spread = []
+        for value, empty in zip(part.values, self._empty, strict=True):
+            shape = list(value.shape)
+            shape[self._axis] = len(queries)
+            spread.append(value.new_full(shape, empty).index_copy(self._axis, at, value))
+        return tuple(spread)
+
+    def finish(self, part: PerQuery) -> Any:
+        return part.values[0]
+
+
+class _SumReading(Reading):
+    """Tensors that have their final shape in every part, and add up."""
+
+    def merge(self, left: Tensor, right: Tensor) -> Tensor:
+        return left + right
+
+    def finish(self, part: Tensor) -> Tensor:
+        return part
+
+
+class _MapReading(Reading):
+    """The map itself: pieces are kept as they come and put in their places at the end."""
+
+    _blocked = 0.0
+
+    def merge(self, left: Blocks, right: Blocks) -> Blocks:
+        return Blocks(left.pieces + right.pieces, left.query, left.source)
+
+    def finish(self, part: Blocks) -> Tensor:
+        first = part.pieces[0][2]
+        if len(part.pieces) == 1 and first.shape[-2:] == (part.query, part.source):
+            return first
+        whole = first.new_full((*first.shape[:-2], part.query, part.source), self._blocked)
+        for queries, sources, piece in part.pieces:
+            whole[..., queries[:, None], sources] = piece
+        return whole
+
+
+class Weights(_MapReading):
+    """The whole weight map, (*batch, head, query, source): softmax of the scores over the sources.
+
+    >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    >>> Weights().fold([Strip.of(scores)])
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+
+    Rows sum to one; to less with sinks, and to 0 where nothing is allowed. This takes memory for
+    query x source numbers a head: `Rows`, `TopK`, `BlockMap` and the sums do not.
+    """
+
+    def part(self, strip: Strip) -> Blocks:
+        piece = (strip.queries, strip.sources, strip.weights)
+        return Blocks((piece,), strip.query, strip.source)
+
+
+class Scores(_MapReading):
+    """The scores after scale, softcap and bias, (*batch, head, query, source); -inf where blocked.
+
+    >>> Scores().fold([Strip.of(torch.tensor([[0.5, -torch.inf], [0.0, 2.0]]))])
+    tensor([[0.5000,   -inf],
+            [0.0000, 2.0000]])
+
+    `weights == exp(scores - lse)`. Memory as for `Weights`.
+    """
+
+    _blocked = -torch.inf
+
+    def part(self, strip: Strip) -> Blocks:
+        piece = (strip.queries, strip.sources, strip.scores)
+        return Blocks((piece,), strip.query, strip.source)
+
+
+class Rows(_SumReading):
+    """The weights of chosen queries, (*batch, head, chosen, source), in the order given.
+
+    >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    >>> Rows([-1]).fold([Strip.of(scores)])
+    tensor([[0.5000, 0.5000]])
+
+    `queries` is a position or several; negative ones count from the last query.
+    """
+
+    def __init__(self, queries: int | Sequence[int] | Tensor):
+        given = queries.tolist() if isinstance(queries, Tensor) else queries
+        given = [given] if isinstance(given, int) else list(given)
+        if not all(isinstance(position, int) and position is not True for position in given):
+            raise type_error("queries", "takes positions, as integers", got=repr(queries))
+        self.queries = tuple(given)
+
+    def check(self, sizes: Sizes) -> None:
+        for position in self.queries:
+            if not -sizes.query <= position < sizes.query:
+                raise value_error(
+                    "queries",
+                    f"positions lie in 0..{sizes.query - 1}, or count from the end",
+                    got=position,
+                    shapes={"(query, source)": (sizes.query, sizes.source)},
+                    hint="choose a position below the number of queries",
+                )
+
+    def part(self, strip: Strip) -> Tensor:
+        self.check(strip.sizes)
+        chosen = [position % strip.query for position in self.queries]
+        wanted = torch.tensor(chosen, dtype=torch.int64, device=strip.queries.device)
+        if not len(strip.queries) or not chosen:
+            shape = (*strip.weights.shape[:-2], len(chosen), strip.source)
+            return strip.weights.new_zeros(shape)
+        at = torch.searchsorted(strip.queries, wanted).clamp(max=len(strip.queries) - 1)
+        seen = strip.queries[at] == wanted
+        rows = torch.where(seen[:, None], strip.weights.index_select(-2, at), 0)
+        return _place(rows, strip.sources, strip.source)
+
+
+class TopKValue(NamedTuple):
+    """The value of `TopK`: the largest weights of each query and the sources that have them."""
+
+    weights: Tensor  # (*batch, head, query, k)
+    sources: Tensor  # the same, int64
+
+
+class TopK(_PerQueryReading):
+    """The k largest weights of every query and their sources, as a named pair (weights, sources).
+
+    >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
+    >>> top = TopK(2).fold([Strip.of(scores)])
+    >>> top.weights
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    >>> top.sources
+    tensor([[ 0, -1],
+            [ 0,  1]])
+
+    Both are (*batch, head, query, k). Ties go to the lower source; rows with fewer than k allowed
+    sources end in weight 0, source -1.
+    """
+
+    _axis = -2
+    _empty = (0.0, -1)
+
+    def __init__(self, k: int):
+        self.k = _whole("k", k)
+
+    def part(self, strip: Strip) -> PerQuery:
+        # NaN stays the largest, as in torch.sort, so that a poisoned row shows.
+        key = torch.where(strip.allowed, strip.weights, -1)
+        order = key.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        real = strip.allowed.gather(-1, order)
+        weights = torch.where(real, strip.weights.gather(-1, order), 0)
+        sources = torch.where(real, strip.sources[order], -1)
+        short = (0, self.k - order.shape[-1])
+        pad = torch.nn.functional.pad
+        return PerQuery(strip.queries, (pad(weights, short), pad(sources, short, value=-1)))
+
+    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        weights, sources = (torch.cat(pair, -1) for pair in zip(left, right, strict=True))
+        order = sources.sort(-1).indices
+        weights, sources = weights.gather(-1, order), sources.gather(-1, order)
+        key = torch.where(sources >= 0, weights, -1).detach()
+        order = key.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        return weights.gather(-1, order), sources.gather(-1, order)
+
+    def finish(self, part: PerQuery) -> TopKValue:
+        return TopKValue(*part.values)
+
+
+class LogSumExp(_PerQueryReading):
+    """The log of the softmax's denominator, (*batch, head, query): lse = ln sum_j exp(score_j).
+
+    >>> LogSumExp().fold([Strip.of(torch.tensor([[0.0, 0.0], [1.0, -torch.inf]]))])
+    tensor([0.6931, 1.0000])
+
+    Sink logits count as further scores; -inf where nothing is allowed. It is read from strips that
+    know it; the log-sum-exp of chunks of sources is the `torch.logaddexp` of the chunks' own.
+    """
+
+    _empty = (-torch.inf,)
+
+    def part(self, strip: Strip) -> PerQuery:
+        return PerQuery(strip.queries, (strip.lse,))
+
+    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.maximum(left[0], right[0]),)
+
+
+class Entropy(_PerQueryReading):
+    """How spread the weights of each query are, in nats, (*batch, head, query): -sum_j w_j ln w_j.
+
+    >>> scores = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    >>> Entropy().fold([Strip.of(scores)])
+    tensor([0.6931, 0.0000])
+    >>> Entropy(normalized=True).fold([Strip.of(scores)])
+    tensor([1., 0.])
+
+    `normalized` divides by the log of the number of allowed sources: 1 is uniform, and a row with
+    one source or none has 0. Low entropy marks a head that has collapsed onto few sources (Zhai et
+    al. 2023, "Stabilizing Transformer Training by Preventing Attention Entropy Collapse").
+    """
+
+    def __init__(self, normalized: bool = False):
+        self.normalized = bool(normalized)
+        self._empty = (0.0, 0) if self.normalized else (0.0,)
+
+    def part(self, strip: Strip) -> PerQuery:
+        # -ln w is lse - score: it stays finite where w underflows, so that w ln w and its
+        # gradient are right there.
+        surprise = torch.where(strip.allowed, strip.lse.unsqueeze(-1) - strip.scores, 0)
+        entropy = (strip.weights * surprise).sum(-1)
+        counts = (strip.allowed.sum(-1),) if self.normalized else ()
+        return PerQuery(strip.queries, (entropy, *counts))
+
+    def finish(self, part: PerQuery) -> Tensor:
+        entropy, *counts = part.values
+        if not counts:
+            return entropy
+        many = counts[0] > 1
+        largest = torch.where(many, counts[0], 2).to(entropy.dtype).log()
+        # A lone source has weight 1 (less with sinks): there is no choice to spread.
+        return torch.where(many | entropy.isnan(), entropy / largest, 0)
+
+    def __repr__(self) -> str:
+        return f"Entropy(normalized={self.normalized})"
+
+
+class Received(_SumReading):
+    """The weight that each source receives from all queries, (*batch, head, source): sum_i w_ij.
+
+    >>> Received().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
+    tensor([1.5000, 0.5000])
+
+    Sources that receive much whatever they hold are attention sinks (Xiao et al. 2023, "Efficient
+    Streaming Language Models with Attention Sinks"); caches are pruned by it (Zhang et al. 2023,
+    "H2O").
+    """
+
+    def part(self, strip: Strip) -> Tensor:
+        return _place(strip.weights.sum(-2), strip.sources, strip.source)
+
+
+class Mass(_PerQueryReading):
+    """The weight each query puts on a set of edges, (*batch, head, query): sum_{j in edges} w_ij.
+
+    >>> from clearhead import masks
+    >>> Mass(masks.first(1)).fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
+    tensor([1.0000, 0.5000])
+
+    `edges` is any mask: `first(4)` gives the attention sinks, `diagonal(1)` the previous-token
+    score, `induction(tokens)` the induction score (Olsson et al. 2022, "In-context Learning and
+    Induction Heads").
+    """
+
+    def __init__(self, edges: Mask):
+        if not callable(getattr(edges, "tile", None)):
+            hint = "masks.dense(tensor) makes one of a bool tensor"
+            raise type_error("edges", "takes a mask", got=type(edges).__name__, hint=hint)
+        self.edges = edges
+
+    def check(self, sizes: Sizes) -> None:
+        self.edges.check(sizes)
+
+    def part(self, strip: Strip) -> PerQuery:
+        self.check(strip.sizes)
+        edges = self.edges.tile(strip.queries, strip.sources, strip.sizes)
+        if edges.dim() == 4:  # the mask's one batch axis stands for all of the weights'
+            *batch, _, _, _ = strip.weights.shape if strip.weights.dim() > 2 else (1, 1, 1)
+            edges = edges[0] if edges.shape[0] == 1 else edges.reshape(*batch, *edges.shape[1:])
+            edges = edges[0] if strip.weights.dim() == 2 else edges
+        return PerQuery(strip.queries, (torch.where(edges, strip.weights, 0).sum(-1),))
+
+
+class Distance(_PerQueryReading):
+    """How far each query looks, in positions, (*batch, head, query): sum_j w_ij |i - j|.
+
+    >>> Distance().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
+    tensor([0.0000, 0.5000])
+
+    The last query stands at the last source, as in the masks' default alignment. A sink's share
+    counts as distance 0. (Vig and Belinkov 2019, "Analyzing the Structure of Attention in a
+    Transformer Language Model".)
+    """
+
+    def part(self, strip: Strip) -> PerQuery:
+        positions = strip.queries + (strip.source - strip.query)
+        distance = (positions[:, None] - strip.sources).abs().to(strip.weights.dtype)
+        return PerQuery(strip.queries, ((strip.weights * distance).sum(-1),))
+
+
+class BlockMapValue(NamedTuple):
+    """The value of `BlockMap`: mean and largest weight of every tile."""
+
+    mean: Tensor  # (*batch, head, cells, cells)
+    max: Tensor  # the same
+
+
+class BlockMap(Reading):
+    """A small picture of the weight map: mean and max of each tile, (*batch, head, cells, cells).
+
+    >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
+    >>> BlockMap(2).fold([Strip.of(scores)]).mean
+    tensor([[0.5000, 0.0000],
+            [0.5000, 0.0000]])
+
+    There are `cells` tiles a side, fewer where there are fewer positions; they are split as
+    `torch.tensor_split` does. The mean is over all edges of the tile, blocked ones as 0.
+    """
+
+    def __init__(self, cells: int):
+        self.cells = _whole("cells", cells)
+
+    def part(self, strip: Strip) -> tuple[Tensor, Tensor, Tensor]:
+        weights, lead = strip.weights, strip.weights.shape[:-2]
+        rows, columns = min(self.cells, strip.query), min(self.cells, strip.source)
+        across, down = (
+            cell_of(strip.sources, strip.source, columns),
+            cell_of(strip.queries, strip.query, rows),
+        )
+        narrow = weights.new_zeros(*lead, len(down), columns)
+        small = weights.new_zeros(*lead, rows, columns)
+        sums = small.index_add(-2, down, narrow.index_add(-1, across, weights))
+        peaks = narrow.scatter_reduce(-1, across.expand_as(weights), weights, "amax")
+        peaks = small.scatter_reduce(-2, down[:, None].expand_as(peaks), peaks, "amax")
+        edges = _cell_sizes(strip.query, rows)[:, None] * _cell_sizes(strip.source, columns)
+        return sums, peaks, edges.to(sums)
+
+    def merge(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return left[0] + right[0], torch.maximum(left[1], right[1]), left[2]
+
+    def finish(self, part: tuple[Tensor, Tensor, Tensor]) -> BlockMapValue:
+        sums, peaks, edges = part
+        return BlockMapValue(sums / edges, peaks)
+
+
+class Overlap(_SumReading):
+    """How alike two heads look: the cosine between their weight maps, (*batch, head, head).
+
+    >>> scores = torch.tensor([[[0.0, -torch.inf]], [[-torch.inf, 0.0]], [[0.0, 0.0]]])
+    >>> Overlap().fold([Strip.of(scores)])
+    tensor([[1.0000, 0.0000, 0.7071],
+            [0.0000, 1.0000, 0.7071],
+            [0.7071, 0.7071, 1.0000]])
+
+    A head whose map is all zero is like no head, not even itself: 0.
+    """
+
+    def part(self, strip: Strip) -> Tensor:
+        maps = strip.weights.flatten(-2)
+        return maps @ maps.transpose(-1, -2)
+
+    def finish(self, part: Tensor) -> Tensor:
+        squares = part.diagonal(dim1=-2, dim2=-1)
+        # NaN squares are no zeros: they must reach the result.
+        empty = squares == 0
+        lengths = torch.where(empty, 1, squares).sqrt()
+        return part / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
+
+
+def cell_of(positions: Tensor, size: int, cells: int) -> Tensor:
+    """The tile that each position lies in, when `size` positions are split as tensor_split does."""
+    if cells == 0:
+        return torch.zeros_like(positions)
+    width, longer = divmod(size, cells)
+    late = longer + (positions - longer * (width + 1)) // width
+    return torch.where(positions < longer * (width + 1), positions // (width + 1), late)
+
+
+def _cell_sizes(size: int, cells: int) -> Tensor:
+    width, longer = divmod(size, cells) if cells else (0, 0)
+    return torch.tensor([width + 1] * longer + [width] * (cells - longer), dtype=torch.int64)
+
+
+def _place(values: Tensor, sources: Tensor, source: int) -> Tensor:
+    """Values at some sources as values at all sources, 0 elsewhere."""
+    if len(sources) == source:
+        return values
+    return values.new_zeros(*values.shape[:-1], source).index_add(-1, sources, values)
+
+
+def _whole(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise type_error(name, "takes an integer", got=repr(value))
+    if value < 1:
+        raise value_error(name, "is at least 1", got=value)
+    return value
