@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from clearhead.masks import Mask
 
-__all__ = ["Problem", "Sizes"]
+__all__ = ["Problem", "Sizes", "watchers"]
 
 
 class Sizes(NamedTuple):
@@ -23,7 +24,7 @@ class Sizes(NamedTuple):
     head: int = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Problem:
     """Checked inputs of one call. All tensors have a head axis; a mask and a bias broadcast."""
 
@@ -56,3 +57,35 @@ class Problem:
     def dtype(self) -> torch.dtype:
         """The dtype that scores, weights and readings are computed in."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def allowed(self, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """Which of these rows may read which of these columns, by the mask; None for all.
+
+        The answer broadcasts to (*batch, head, rows, columns). A bias may block further edges.
+        """
+        if self.mask is None:
+            return None
+        sizes = self.sizes
+        tile = self.mask.tile(rows, columns, sizes)
+        if tile.ndim == 2:
+            return tile
+        batch = self.query.shape[:-3] if tile.shape[0] != 1 else ()
+        return tile.reshape(*batch, *tile.shape[1:])
+
+
+def watchers() -> list[str]:
+    """What looks into the running call, so that only plain torch operations can serve it.
+
+    A compiled kernel, a shortcut that depends on stored values and a hand-written backward all
+    need to know.
+    """
+    found = []
+    if torch.compiler.is_compiling():
+        found.append("torch.compile or torch.export is tracing the call")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        found.append("a torch.func transform (vmap, grad, jvp, ...) is active")
+    if torch._C._len_torch_dispatch_stack():
+        found.append("a dispatch mode (fake tensors, make_fx, ...) is active")
+    if forward_ad._current_level >= 0:
+        found.append("forward-mode differentiation is active")
+    return found
