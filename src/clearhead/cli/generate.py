@@ -1,0 +1,61 @@
+"""`clearhead generate PROMPT`: continue a text, character by character."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from clearhead.errors import value_error
+
+HELP = "continue a text with a trained model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("prompt", metavar="PROMPT", help="the beginning of the text")
+    parser.add_argument("--model", metavar="DIR", help="a trained model (the shipped GPT)")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to add (200)")
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest")
+    parser.add_argument("--temperature", type=float, help="below 1: bolder, above: wilder (0.8)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest only")
+    parser.add_argument("--seed", type=int, default=0, help="makes the draw repeatable (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prompt and what the model adds to it, as it comes."""
+    from clearhead import models
+
+    choice = _choice(arguments)
+    model = models.load(arguments.model)
+    pieces = models.stream(model, arguments.prompt, arguments.tokens, **choice)
+    if arguments.json:
+        added = "".join(pieces)
+        document = {"prompt": arguments.prompt, "added": added, "model": model.name, **choice}
+        print(json.dumps(document))
+        return 0
+    if model.name == "gpt" and len(arguments.prompt) > model.length:
+        print(f"note: the model reads the last {model.length} characters", file=sys.stderr)
+    print(arguments.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _choice(arguments: argparse.Namespace) -> dict:
+    """Check what the draw is set to, before a model is loaded."""
+    if arguments.greedy and (arguments.temperature is not None or arguments.top_k is not None):
+        raise value_error("--greedy", "takes the likeliest; --temperature and --top-k need a draw")
+    temperature = 0.8 if arguments.temperature is None else arguments.temperature
+    if not 0 < temperature < float("inf"):
+        hint = "--greedy always takes the likeliest"
+        raise value_error("--temperature", "needs to be above 0", got=temperature, hint=hint)
+    if not 0 <= arguments.seed < 2**63:
+        raise value_error("--seed", "needs to be 0 or more, below 2**63", got=arguments.seed)
+    return {
+        "temperature": 0.0 if arguments.greedy else temperature,
+        "top_k": arguments.top_k,
+        "seed": arguments.seed,
+    }

@@ -1,0 +1,26 @@
+"""What every model needs of its sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clearhead.errors import type_error, value_error
+from clearhead.models.text import Characters
+
+__all__ = ["check_sizes"]
+
+
+def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> int:
+    """Refuse sizes that no model can have; give the number of tokens of the vocabulary."""
+    if not isinstance(vocabulary, Characters | int):
+        raise type_error("vocabulary", "needs to be Characters or a number", got=vocabulary)
+    size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
+    for name, number in {"vocabulary": size, **sizes}.items():
+        if not isinstance(number, int) or number < 1:
+            raise value_error(name, "needs to be a whole number of 1 or more", got=number)
+    if not 0 <= dropout < 1:
+        raise value_error("dropout", "needs to be at least 0 and below 1", got=dropout)
+    heads, width = sizes.get("heads", 1), sizes["width"]
+    if width % heads:
+        raise value_error("heads", "needs to divide width", got=f"{heads} heads, width {width}")
+    return size

@@ -1,0 +1,109 @@
+"""Text out of a model, one token after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from clearhead.errors import type_error, value_error
+from clearhead.models.checkpoint import Model
+from clearhead.models.gpt import GPT
+from clearhead.models.rnn import RNN
+from clearhead.models.text import Characters
+
+__all__ = ["generate", "next_tokens", "stream"]
+
+
+def generate(model: Model, prompt: str, tokens: int = 100, **choice) -> str:
+    """Continue a text; the answer begins with the prompt. `choice` as in `stream`.
+
+    >>> from clearhead import models
+    >>> models.generate(models.load(), "hell", tokens=1, temperature=0)
+    'hello'
+    """
+    return prompt + "".join(stream(model, prompt, tokens, **choice))
+
+
+def stream(model: Model, prompt: str, tokens: int = 100, **choice) -> Iterator[str]:
+    """Continue a text, and give each new token as soon as it is chosen.
+
+    `temperature` divides the logits (0 always takes the likeliest token), `top_k` keeps the k
+    likeliest, `seed` makes the draw repeatable, `cache=False` works every token out afresh.
+    """
+    model, vocabulary = _writer(model)
+    start = vocabulary.encode(prompt)
+    return (vocabulary.decode([token]) for token in next_tokens(model, start, tokens, **choice))
+
+
+def next_tokens(
+    model: GPT | RNN,
+    start: Int[Tensor, " position"],
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    cache: bool = True,
+) -> Iterator[int]:
+    """Continue token numbers. A GPT sees the last `model.length` of them, an RNN all."""
+    if len(start) == 0:
+        raise value_error("prompt", "needs at least one token to continue")
+    if tokens < 0:
+        raise value_error("tokens", "needs to be 0 or more", got=tokens)
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise value_error("temperature", "needs to be a number of 0 or more", got=temperature)
+    if top_k is not None and top_k < 1:
+        raise value_error("top_k", "needs to be 1 or more", got=top_k)
+    return _steps(model, start, tokens, temperature, top_k, seed, cache)
+
+
+def _steps(model, start, tokens, temperature, top_k, seed, cache) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    text = start.tolist()
+    memory, fed = model.new_cache(), 0
+    limit = model.length if isinstance(model, GPT) else math.inf
+    device = next(model.parameters()).device
+    for _ in range(tokens):
+        if len(text) > limit or not cache:
+            # The window slides on: each token in it has a new position, so nothing can be kept.
+            memory, fed = model.new_cache(), max(len(text) - int(min(limit, len(text))), 0)
+        new = torch.tensor([text[fed:]], device=device)
+        with torch.no_grad():
+            logits = model(new, cache=memory)[0, -1]
+        fed = len(text)
+        text.append(choose(logits.cpu(), temperature, top_k, generator))
+        yield text[-1]
+
+
+def choose(
+    logits: Float[Tensor, " token"],
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> int:
+    """Draw one token from the softmax of the logits, or take the likeliest at temperature 0."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    # Taking the largest away first keeps a tiny temperature from overflowing.
+    weights = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
+    return int(torch.multinomial(weights, 1, generator=generator))
+
+
+def _writer(model: Model) -> tuple[GPT | RNN, Characters]:
+    if not isinstance(model, GPT | RNN):
+        raise type_error(
+            "model",
+            "a BERT fills gaps and does not continue a text",
+            got=type(model).__name__,
+            hint='look at its guesses instead: clearhead look "he[MASK]o" --model DIR',
+        )
+    if not isinstance(model.vocabulary, Characters):
+        raise type_error("model", "has no characters, only token numbers", hint="use next_tokens")
+    return model, model.vocabulary

@@ -1,0 +1,263 @@
+"""One training loop for all three models, which can stop and go on as if nothing had happened.
+
+Everything random in step n follows from the seed and n alone: which windows are read, what is
+hidden, what dropout drops. So a checkpoint needs the weights, the optimizer and n.
+
+`python -m clearhead.models.train` makes the GPT that ships with the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clearhead.errors import value_error
+from clearhead.models import checkpoint
+from clearhead.models.text import Characters, shipped_text
+
+__all__ = ["Settings", "Step", "Training", "text_training"]
+
+TRAINING_FILE = "training.safetensors"
+Batch = tuple[Tensor, Tensor, Any]  # tokens, targets, mask or None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training run is set to; all of it is kept in the checkpoint."""
+
+    steps: int = 600
+    batch: int = 32
+    learning_rate: float = 3e-3
+    seed: int = 0
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    validate_every: int = 50
+    text: str = ""  # a digest of the text, so that a run goes on with the text it began with
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "validate_every"):
+            if getattr(self, name) < 1:
+                raise value_error(name, "needs to be 1 or more", got=getattr(self, name))
+        for name in ("learning_rate", "clip"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise value_error(name, "needs to be a number above 0", got=getattr(self, name))
+        if not 0 <= self.seed < 2**31:
+            raise value_error("seed", "needs to be in 0..2147483647", got=self.seed)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Rise over the first steps, then fall to a tenth along a cosine (Loshchilov 2016)."""
+        warmup = min(100, self.steps // 10 + 1)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        done = (step - warmup) / max(self.steps - warmup, 1)
+        return self.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+
+class Step(NamedTuple):
+    """What one step gave. `validation` is None where it was not measured."""
+
+    number: int
+    loss: float
+    validation: float | None
+
+
+class Training:
+    """A model on its way: iterate over it to train, and `save` it between any two steps.
+
+    >>> from clearhead.models import RNN
+    >>> tokens = torch.arange(8).repeat(4, 1)
+    >>> training = Training(RNN(8, layers=1, width=16),
+    ...                     batches=lambda number: (tokens[:, :-1], tokens[:, 1:], None),
+    ...                     settings=Settings(steps=30))
+    >>> steps = list(training)
+    >>> steps[-1].loss < steps[0].loss
+    True
+
+    `batches(number)` gives the batch of a step: tokens, targets (-100 where nothing is asked) and
+    a mask or None. It has to give the same batch for the same number each time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Callable[[int], Batch],
+        settings: Settings,
+        validation: Sequence[Batch] = (),
+    ) -> None:
+        self.model: Any = model
+        self.batches = batches
+        self.settings = settings
+        self.validation = validation
+        self.step = 0
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.99),
+            weight_decay=settings.weight_decay,
+        )
+
+    def __iter__(self) -> Iterator[Step]:
+        """Train to the last step; between two steps the caller may save, or leave."""
+        while self.step < self.settings.steps:
+            yield self.advance()
+
+    def advance(self) -> Step:
+        """Do one step of gradient descent."""
+        self.model.train()
+        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate_at(self.step)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_mixed(self.settings.seed, self.step))
+            loss = loss_of(self.model, self.batches(self.step))
+        if not loss.isfinite():
+            raise value_error(
+                "learning_rate",
+                f"the loss is {loss.item()} at step {self.step + 1}",
+                hint="train again with a smaller --lr",
+            )
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.step += 1
+        due = self.step % self.settings.validate_every == 0 or self.step == self.settings.steps
+        return Step(self.step, loss.item(), self.validate() if due else None)
+
+    def validate(self) -> float | None:
+        """Give the mean loss on text that is not trained on; None where there is none."""
+        if not self.validation:
+            return None
+        self.model.eval()
+        with torch.no_grad():
+            losses = [loss_of(self.model, batch).item() for batch in self.validation]
+        return sum(losses) / len(losses)
+
+    def save(self, path: str | Path) -> None:
+        """Write all that is needed to go on, then the model itself, into a directory."""
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            tensors.update({f"adamw.{number}.{key}": t for key, t in state.items()})
+        header = {
+            **checkpoint.describe(self.model),
+            "training": {"step": self.step, **asdict(self.settings)},
+        }
+        path = Path(path).expanduser()
+        checkpoint.write(path / TRAINING_FILE, tensors, header)
+        checkpoint.save(self.model, path)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy, in nats, over the positions that are asked for."""
+    tokens, targets, mask = batch
+    logits = model(tokens) if mask is None else model(tokens, mask=mask)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def text_training(model: checkpoint.Model, text: str, settings: Settings) -> Training:
+    """Set up the training of a model of characters on a text; the last tenth is for validation."""
+    assert isinstance(model.vocabulary, Characters)
+    need = 2 * (model.length + 1)
+    if len(text) < need:
+        raise value_error(
+            "file",
+            f"is too short: a length of {model.length} needs {need} characters",
+            got=len(text),
+            hint="take a longer text, or a smaller --length",
+        )
+    tokens = model.vocabulary.encode(text, special=False)
+    held_out = max(len(tokens) // 10, model.length + 1)
+    known, unknown = tokens[:-held_out], tokens[-held_out:]
+
+    def batches(number: int) -> Batch:
+        generator = torch.Generator().manual_seed(_mixed(settings.seed, number))
+        starts = torch.randint(len(known) - model.length, (settings.batch,), generator=generator)
+        return model.task(_windows(known, starts, model.length + 1), generator)
+
+    starts = torch.arange(0, len(unknown) - model.length, model.length)[:64]
+    windows = _windows(unknown, starts, model.length + 1).split(settings.batch)
+    generator = torch.Generator().manual_seed(0)
+    validation = [model.task(window, generator) for window in windows]
+    settings = replace(settings, text=hashlib.sha256(text.encode()).hexdigest())
+    return Training(model, batches, settings, validation)
+
+
+def resume(path: str | Path, text: str, *, steps: int | None = None) -> Training:
+    """Take up a training of `text_training` where it was saved. More `steps` make it longer."""
+    path = Path(path).expanduser()
+    tensors, header = checkpoint.read(path / TRAINING_FILE)
+    try:
+        saved = dict(header.pop("training"))
+        step = int(saved.pop("step"))
+        settings = Settings(**saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise value_error(
+            "resume", f"the state of the training is damaged ({error})", got=path
+        ) from None
+    if hashlib.sha256(text.encode()).hexdigest() != settings.text:
+        raise value_error("file", "is not the text that this training began with", got=path)
+    settings = replace(settings, steps=steps or settings.steps)
+    if step >= settings.steps:
+        hint = f"ask for more than that, for example --steps {2 * step}"
+        raise value_error("resume", f"all {settings.steps} steps are done", got=path, hint=hint)
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    training = text_training(checkpoint.build(weights, header, path), text, settings)
+    training.step = step
+    _restore(training.optimizer, tensors, path)
+    return training
+
+
+def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path) -> None:
+    state = optimizer.state_dict()
+    parameters = optimizer.param_groups[0]["params"]
+    try:
+        state["state"] = {
+            number: {key: tensors[f"adamw.{number}.{key}"] for key in _ADAMW}
+            for number in range(len(parameters))
+        }
+    except KeyError as error:
+        raise value_error("resume", f"the state of the training lacks {error}", got=path) from None
+    for number, parameter in enumerate(parameters):
+        moments = state["state"][number]
+        if any(moments[key].shape != parameter.shape for key in _ADAMW[1:]):
+            raise value_error("resume", f"adamw.{number} does not fit the model", got=path)
+    optimizer.load_state_dict(state)
+
+
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _windows(
+    tokens: Int[Tensor, " position"], starts: Int[Tensor, " batch"], length: int
+) -> Int[Tensor, "batch length"]:
+    return tokens[starts[:, None] + torch.arange(length)]
+
+
+def _mixed(seed: int, number: int) -> int:
+    # Far apart, so that two seeds never share a batch.
+    return seed * 2**32 + number
+
+
+def make_shipped() -> Path:
+    """Train the GPT that ships with the library, and write it in float16."""
+    from clearhead.models import GPT
+
+    text = shipped_text()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the same bits on every machine with the same kernels
+    training = text_training(GPT(Characters.of(text)), text, Settings())
+    for step in training:
+        if step.validation is not None:
+            print(f"step {step.number}: loss {step.loss:.3f}, validation {step.validation:.3f}")
+    return checkpoint.save(training.model, checkpoint.SHIPPED, dtype=torch.float16)
+
+
+if __name__ == "__main__":
+    print(f"Wrote {make_shipped()}")
