@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -525,27 +525,28 @@ class BlockMap(Reading):
     def __init__(self, cells: int):
         self.cells = _whole("cells", cells)
 
-    def part(self, strip: Strip) -> tuple[Tensor, Tensor, Tensor]:
-        weights, lead = strip.weights, strip.weights.shape[:-2]
-        rows, columns = min(self.cells, strip.query), min(self.cells, strip.source)
-        across, down = (
-            cell_of(strip.sources, strip.source, columns),
-            cell_of(strip.queries, strip.query, rows),
-        )
-        narrow = weights.new_zeros(*lead, len(down), columns)
-        small = weights.new_zeros(*lead, rows, columns)
-        sums = small.index_add(-2, down, narrow.index_add(-1, across, weights))
-        peaks = narrow.scatter_reduce(-1, across.expand_as(weights), weights, "amax")
-        peaks = small.scatter_reduce(-2, down[:, None].expand_as(peaks), peaks, "amax")
-        edges = _cell_sizes(strip.query, rows)[:, None] * _cell_sizes(strip.source, columns)
-        return sums, peaks, edges.to(sums)
+    def part(self, strip: Strip) -> tuple[Tensor, Tensor]:
+        mean = self.reduce(strip, strip.weights, torch.sum) / self.edges(strip)
+        # A tile's largest weight is shown, not trained: only the mean has a gradient.
+        return mean, self.reduce(strip, strip.weights.detach(), torch.amax)
 
-    def merge(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return left[0] + right[0], torch.maximum(left[1], right[1]), left[2]
+    def reduce(self, strip: Strip, weights: Tensor, how: Callable[..., Tensor]) -> Tensor:
+        """Sum or largest of the weights in each tile; what the strip does not hold counts as 0."""
+        across = by_cell(_place(weights, strip.sources, strip.source), self.cells, how)
+        down = _place(across.mT, strip.queries, strip.query)
+        return by_cell(down, self.cells, how).mT
 
-    def finish(self, part: tuple[Tensor, Tensor, Tensor]) -> BlockMapValue:
-        sums, peaks, edges = part
-        return BlockMapValue(sums / edges, peaks)
+    def edges(self, strip: Strip) -> Tensor:
+        """How many edges each tile has, blocked ones too."""
+        ones = torch.ones(max(strip.query, strip.source), device=strip.lse.device)
+        down = by_cell(ones[: strip.query], self.cells, torch.sum)
+        return (down[:, None] * by_cell(ones[: strip.source], self.cells, torch.sum)).to(strip.lse)
+
+    def merge(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Any:
+        return left[0] + right[0], torch.maximum(left[1], right[1])
+
+    def finish(self, part: tuple[Tensor, Tensor]) -> BlockMapValue:
+        return BlockMapValue(*part)
 
 
 class Overlap(_SumReading):
@@ -572,18 +573,18 @@ class Overlap(_SumReading):
         return part / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
 
 
-def cell_of(positions: Tensor, size: int, cells: int) -> Tensor:
-    """The tile that each position lies in, when `size` positions are split as tensor_split does."""
-    if cells == 0:
-        return torch.zeros_like(positions)
-    width, longer = divmod(size, cells)
-    late = longer + (positions - longer * (width + 1)) // width
-    return torch.where(positions < longer * (width + 1), positions // (width + 1), late)
-
-
-def _cell_sizes(size: int, cells: int) -> Tensor:
-    width, longer = divmod(size, cells) if cells else (0, 0)
-    return torch.tensor([width + 1] * longer + [width] * (cells - longer), dtype=torch.int64)
+def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
+    """Reduce the last axis cell by cell, split as torch.tensor_split splits it."""
+    size = x.shape[-1]
+    cells = min(cells, size)
+    width, longer = divmod(size, max(cells, 1))
+    cut = longer * (width + 1)
+    parts = []
+    if longer:
+        parts.append(how(x[..., :cut].unflatten(-1, (longer, width + 1)), -1))
+    if cells > longer:
+        parts.append(how(x[..., cut:].unflatten(-1, (cells - longer, width)), -1))
+    return torch.cat(parts, -1) if parts else x
 
 
 def _place(values: Tensor, sources: Tensor, source: int) -> Tensor:
