@@ -1,0 +1,738 @@
+// The algorithm, once for every instruction set: queries lie in the lanes (S^T = K Q^T), so that a
+// row's maximum, sum, mask and statistics are vertical operations on vectors of queries. Only Q is
+// packed, transposed to [feature][lane]; K and V are read where they lie, by scalar broadcast.
+//
+// The including file defines CLEARHEAD_ISA and, in that namespace, the vector verbs `Vec`.
+#include <cfloat>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+namespace clearhead {
+namespace CLEARHEAD_ISA {
+namespace {
+
+constexpr int64_t kTile = 64;  // sources a tile
+constexpr int N = Vec::lanes;
+constexpr int kMaxLanes = Vec::vectors * N;
+using f = Vec::f;
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline f exp_of(f x) { return Vec::exp2(Vec::mul(x, Vec::set1(0x1.715476p0f))); }
+
+// Memory of one work item, handed out from one block; with no base it only counts.
+struct Arena {
+  char* base;
+  size_t used = 0;
+  template <class T>
+  T* take(int64_t count) {
+    T* result = base ? (T*)(base + used) : nullptr;
+    used += ((size_t)count * sizeof(T) + 63) & ~(size_t)63;
+    return result;
+  }
+};
+
+// ---- micro-kernels ---------------------------------------------------------------------------
+
+// How two operands meet: fp32 one feature at a time, or bf16 in pairs.
+struct Single {
+  using scalar = float;
+  using packed = float;
+  using vec = f;
+  static constexpr int step = 1;
+  static vec broadcast(const scalar* p) { return Vec::set1(*p); }
+  static vec load(const packed* p) { return Vec::load(p); }
+  static f mac(vec a, vec b, f c) { return Vec::fma(a, b, c); }
+};
+
+#define CLEARHEAD_UNROLL _Pragma("GCC unroll 8")
+
+// result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and W vectors of lanes
+template <class E, int R, int W>
+inline void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed,
+                     int64_t depth, float* result) {
+  f sum[R][W];
+  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = Vec::zero();
+  for (int64_t i = 0; i < depth; ++i) {
+    typename E::vec column[W];
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) column[j] = E::load(packed + (i * W + j) * N);
+    CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
+      const typename E::vec x = E::broadcast(rows + r * stride + i * E::step);
+      CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = E::mac(x, column[j], sum[r][j]);
+    }
+  }
+  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) Vec::store(result + (r * W + j) * N, sum[r][j]);
+}
+
+template <class E, int W>
+void dot_tile(const typename E::scalar* rows, int64_t stride, int64_t count, const typename E::packed* packed,
+              int64_t depth, float* result) {
+  int64_t r = 0;
+  for (; r + Vec::rows <= count; r += Vec::rows)
+    dot_rows<E, Vec::rows, W>(rows + r * stride, stride, packed, depth, result + r * W * N);
+  for (; r + 2 <= count; r += 2) dot_rows<E, 2, W>(rows + r * stride, stride, packed, depth, result + r * W * N);
+  if (r < count) dot_rows<E, 1, W>(rows + r * stride, stride, packed, depth, result + r * W * N);
+}
+
+// out[r][lane] = out[r][lane] * rescale[lane] + sum_s weights[s][lane] * values[s][r], for R features
+template <class E, int R, int W>
+inline void mix_rows(const typename E::scalar* values, int64_t stride, int64_t count,
+                     const typename E::packed* weights, const float* rescale, float* out) {
+  f sum[R][W];
+  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j)
+      sum[r][j] = Vec::mul(Vec::load(out + (r * W + j) * N), Vec::load(rescale + j * N));
+  for (int64_t s = 0; s < count; ++s) {
+    typename E::vec weight[W];
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) weight[j] = E::load(weights + (s * W + j) * N);
+    CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
+      const typename E::vec x = E::broadcast(values + s * stride + r * E::step);
+      CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
+    }
+  }
+  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) Vec::store(out + (r * W + j) * N, sum[r][j]);
+}
+
+template <class E, int W>
+void mix_tile(const typename E::scalar* values, int64_t stride, int64_t count, const typename E::packed* weights,
+              const float* rescale, int64_t width, float* out) {
+  int64_t r = 0;
+  for (; r + Vec::rows <= width; r += Vec::rows)
+    mix_rows<E, Vec::rows, W>(values + r * E::step, stride, count, weights, rescale, out + r * W * N);
+  for (; r + 2 <= width; r += 2)
+    mix_rows<E, 2, W>(values + r * E::step, stride, count, weights, rescale, out + r * W * N);
+  if (r < width) mix_rows<E, 1, W>(values + r * E::step, stride, count, weights, rescale, out + r * W * N);
+}
+
+// The same where some masked value is not finite: 0 * NaN would reach rows that may not read it.
+template <int W>
+void mix_selected(const float* values, int64_t stride, int64_t count, const float* weights, const uint64_t* allowed,
+                  const float* rescale, int64_t width, float* out) {
+  for (int64_t r = 0; r < width; ++r)
+    for (int j = 0; j < W; ++j) {
+      f sum = Vec::mul(Vec::load(out + (r * W + j) * N), Vec::load(rescale + j * N));
+      for (int64_t s = 0; s < count; ++s) {
+        const f next = Vec::fma(Vec::set1(values[s * stride + r]), Vec::load(weights + (s * W + j) * N), sum);
+        sum = Vec::select(allowed[s] >> (j * N), next, sum);
+      }
+      Vec::store(out + (r * W + j) * N, sum);
+    }
+}
+
+// ---- loading ---------------------------------------------------------------------------------
+
+inline float half_to_float(uint16_t x, Type type) {
+  float result[N];
+  uint16_t copies[N] = {x};
+  Vec::store(result, Vec::load_as_float(copies, type));
+  return result[0];
+}
+
+void to_float(const uint16_t* from, int64_t count, Type type, float* to) {
+  int64_t i = 0;
+  for (; i + N <= count; i += N) Vec::store(to + i, Vec::load_as_float(from + i, type));
+  for (; i < count; ++i) to[i] = half_to_float(from[i], type);
+}
+
+inline uint16_t to_half(float x, Type type) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (type == Type::bf16) {
+    if (x != x) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+  const uint16_t sign = (bits >> 16) & 0x8000;
+  const uint32_t size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return sign | 0x7e00;
+  if (size >= 0x477ff000) return sign | 0x7c00;  // 65520 and above round to infinity
+  if (size < 0x38800000) {                       // subnormal: let fp32 addition do the rounding
+    float magnitude;
+    std::memcpy(&magnitude, &size, 4);
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, 4);
+    return sign | (uint16_t)(bits - 0x3f000000);
+  }
+  return sign | (uint16_t)((size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13);
+}
+
+inline const char* at(const View& view, Type type, int64_t batch, int64_t head, int64_t position) {
+  const int64_t size = type == Type::f32 ? 4 : 2;
+  return view.data + (batch * view.batch + head * view.head + position * view.position) * size;
+}
+
+// Rows of K or V as fp32: where they lie, or converted into `scratch`.
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+inline Rows float_rows(const View& view, Type type, int64_t batch, int64_t head, int64_t first, int64_t count,
+                       int64_t width, float* scratch) {
+  const char* from = at(view, type, batch, head, first);
+  if (type == Type::f32) return {(const float*)from, view.position};
+  for (int64_t r = 0; r < count; ++r)
+    to_float((const uint16_t*)from + r * view.position, width, type, scratch + r * width);
+  return {scratch, width};
+}
+
+// packed[i][lane] = sign * query[lane][i]; lanes past `count` repeat the last query
+void pack_floats(const View& view, Type type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t lanes,
+                 int64_t width, float sign, float* scratch, float* packed) {
+  const Rows rows = float_rows(view, type, batch, head, first, count, width, scratch);
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const float* row = rows.data + min(lane, count - 1) * rows.stride;
+    for (int64_t i = 0; i < width; ++i) packed[i * lanes + lane] = sign * row[i];
+  }
+}
+
+// ---- masks -----------------------------------------------------------------------------------
+
+// The ranges of one block of queries, one lane each, and what they have in common.
+struct Ranges {
+  int32_t start[kMaxLanes], stop[kMaxLanes];
+  int64_t first, last;            // outside [first, last) nothing is allowed
+  int64_t full_first, full_last;  // inside [full_first, full_last) everything is
+};
+
+Ranges ranges_of(const Edges& mask, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t lanes,
+                 int64_t source) {
+  Ranges result;
+  if (!mask.start) {
+    result.first = result.full_first = 0;
+    result.last = result.full_last = source;
+    return result;
+  }
+  const int64_t offset = batch * mask.range_batch + head * mask.range_head + first;
+  result.first = source, result.last = 0, result.full_first = 0, result.full_last = source;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t at = offset + min(lane, count - 1);
+    const int64_t start = max(0, min(mask.start[at], source));
+    const int64_t stop = max(start, min(mask.stop[at], source));
+    result.start[lane] = (int32_t)start, result.stop[lane] = (int32_t)stop;
+    if (start < stop) result.first = min(result.first, start), result.last = max(result.last, stop);
+    result.full_first = max(result.full_first, start), result.full_last = min(result.full_last, stop);
+  }
+  return result;
+}
+
+// bits[s] says which lanes may read source `first + s`
+template <int W>
+void bits_of_ranges(const Ranges& ranges, int64_t first, int64_t count, uint64_t* bits) {
+  for (int64_t s = 0; s < count; ++s) {
+    uint64_t result = 0;
+    const auto here = Vec::set1_int((int32_t)(first + s));
+    for (int j = 0; j < W; ++j) {
+      const uint64_t before = Vec::greater_int(Vec::load_int(ranges.start + j * N), here);
+      const uint64_t inside = Vec::greater_int(Vec::load_int(ranges.stop + j * N), here);
+      result |= (inside & ~before) << (j * N);
+    }
+    bits[s] = result;
+  }
+}
+
+void transpose_bits(uint64_t* rows) {  // 64 x 64, Hacker's Delight 7-3
+  uint64_t mask = 0x00000000ffffffffull;
+  for (int width = 32; width; width >>= 1, mask ^= mask << width)
+    for (int k = 0; k < 64; k = (k + width + 1) & ~width) {
+      const uint64_t swap = ((rows[k] >> width) ^ rows[k + width]) & mask;
+      rows[k] ^= swap << width, rows[k + width] ^= swap;
+    }
+}
+
+enum class Tile { empty, partial, full };
+
+inline uint64_t lane_mask(int64_t lanes) { return lanes >= 64 ? ~0ull : (1ull << lanes) - 1; }
+
+// The same from one byte an edge, and-ed to what is in `bits` if `narrow`.
+Tile bits_of_bytes(const Edges& mask, int64_t batch, int64_t head, int64_t query, int64_t queries, int64_t lanes,
+                   int64_t first, int64_t count, bool narrow, uint64_t* bits) {
+  uint64_t rows[64];
+  const uint8_t* base = mask.bytes + batch * mask.batch + head * mask.head + first * mask.source;
+  for (int64_t lane = 0; lane < 64; ++lane) {
+    rows[lane] = 0;
+    if (lane >= lanes) continue;
+    const uint8_t* row = base + (query + min(lane, queries - 1)) * mask.query;
+    for (int64_t s = 0; s < count; ++s) rows[lane] |= (uint64_t)(row[s * mask.source] != 0) << s;
+  }
+  transpose_bits(rows);
+  uint64_t any = 0, all = ~0ull;
+  for (int64_t s = 0; s < count; ++s) {
+    bits[s] = narrow ? rows[s] & bits[s] : rows[s];
+    any |= bits[s], all &= bits[s];
+  }
+  if (!any) return Tile::empty;
+  return (all & lane_mask(lanes)) == lane_mask(lanes) ? Tile::full : Tile::partial;
+}
+
+// Which lanes may read which source of a tile, `bits` filled unless everything is allowed.
+template <int W>
+Tile tile_bits(const Edges& mask, const Ranges& ranges, int64_t batch, int64_t head, int64_t query, int64_t queries,
+               int64_t first, int64_t count, uint64_t* bits) {
+  Tile result = Tile::full;
+  if (mask.start && (first < ranges.full_first || first + count > ranges.full_last)) {
+    bits_of_ranges<W>(ranges, first, count, bits);
+    result = Tile::partial;
+  }
+  if (mask.bytes)
+    return bits_of_bytes(mask, batch, head, query, queries, W * N, first, count, result == Tile::partial, bits);
+  return result;
+}
+
+// ---- forward ---------------------------------------------------------------------------------
+
+bool uses_pairs(const Forward& call) { return Vec::has_dots && call.type == Type::bf16 && call.head_dim % 2 == 0; }
+bool keeps_strip(const Forward& call) {
+  return call.received || call.cell_sum || call.distance || call.mass || call.rows;
+}
+bool is_plain(const Forward& call) { return !call.bias.data && call.softcap == 0 && call.scale != 0; }
+
+template <int W>
+struct Block {
+  static constexpr int lanes = W * N;
+  const Forward& call;
+  int64_t batch, head, source_head, first, count, slot;
+  bool pairs, strip, plain;
+
+  float *packed, *scores, *out, *row_max, *row_sum, *rescale, *neg_entropy, *convert;
+  uint32_t *packed_pairs, *weight_pairs;
+  float *tile_max, *top_scores;
+  int64_t* tile_first;
+  int64_t* tile_count;
+  int32_t* top_sources;
+  uint64_t bits[kTile];
+  int64_t tiles = 0;
+
+  Block(const Forward& call, Arena& arena) : call(call) {
+    pairs = uses_pairs(call), strip = keeps_strip(call), plain = is_plain(call);
+    const int64_t tile_limit = call.source / kTile + 2;
+    packed = arena.take<float>(call.head_dim * lanes);
+    scores = arena.take<float>((strip ? tile_limit * kTile : kTile) * lanes);
+    out = arena.take<float>(call.value_dim * lanes);
+    row_max = arena.take<float>(lanes), row_sum = arena.take<float>(lanes), rescale = arena.take<float>(lanes);
+    neg_entropy = arena.take<float>(lanes);
+    convert = arena.take<float>(kTile * max(call.head_dim, call.value_dim));
+    packed_pairs = arena.take<uint32_t>(pairs ? call.head_dim / 2 * lanes : 0);
+    weight_pairs = arena.take<uint32_t>(pairs ? kTile / 2 * lanes : 0);
+    tile_max = arena.take<float>(strip ? tile_limit * lanes : 0);
+    tile_first = arena.take<int64_t>(strip ? tile_limit : 0), tile_count = arena.take<int64_t>(strip ? tile_limit : 0);
+    top_scores = arena.take<float>((call.top + 1) * lanes), top_sources = arena.take<int32_t>(call.top * lanes);
+  }
+
+  int64_t row(int64_t lane) const {
+    return (batch * call.head + head) * call.query_total + call.first_query + first + lane;
+  }
+
+  void start() {
+    const float sign = plain && call.scale < 0 ? -1.f : 1.f;
+    pack_floats(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed);
+    if (pairs) pack_query_pairs();
+    const float sink = call.sinks ? call.sinks[head] : 0;
+    for (int lane = 0; lane < lanes; ++lane) {
+      row_max[lane] = call.sinks && sink > -FLT_MAX ? sink : -FLT_MAX;
+      row_sum[lane] = call.sinks && sink > -INFINITY ? 1 : 0;
+      neg_entropy[lane] = 0;
+    }
+    std::memset(out, 0, sizeof(float) * call.value_dim * lanes);
+    for (int64_t i = 0; i < (call.top + 1) * lanes; ++i) top_scores[i] = -INFINITY;
+    for (int64_t i = 0; i < call.top * lanes; ++i) top_sources[i] = -1;
+    tiles = 0;
+  }
+
+  void pack_query_pairs() {
+    for (int64_t i = 0; i < call.head_dim / 2; ++i)
+      for (int lane = 0; lane < lanes; ++lane) {
+        uint32_t low, high;
+        std::memcpy(&low, packed + 2 * i * lanes + lane, 4), std::memcpy(&high, packed + (2 * i + 1) * lanes + lane, 4);
+        packed_pairs[i * lanes + lane] = (low >> 16) | (high & 0xffff0000);
+      }
+  }
+
+  // Brings scores to their final value: scale, softcap, bias, and -inf where masked.
+  void edit(float* tile, int64_t from, int64_t n, bool masked) {
+    const f blocked = Vec::set1(-INFINITY);
+    for (int64_t s = 0; s < n; ++s)
+      for (int j = 0; j < W; ++j) {
+        float* place = tile + (s * W + j) * N;
+        f x = Vec::load(place);
+        if (!plain) {
+          x = Vec::mul(x, Vec::set1(call.scale));
+          if (call.softcap != 0) x = cap(x);
+          if (call.bias.data) x = add_bias(x, from + s, j);
+        }
+        if (masked) x = Vec::select(bits[s] >> (j * N), x, blocked);
+        Vec::store(place, x);
+      }
+  }
+
+  f cap(f x) const {
+    float value[N];
+    Vec::store(value, x);
+    for (int i = 0; i < N; ++i) value[i] = call.softcap * std::tanh(value[i] / call.softcap);
+    return Vec::load(value);
+  }
+
+  f add_bias(f x, int64_t source, int j) const {
+    const Bias& bias = call.bias;
+    float value[N];
+    const float* base = bias.data + batch * bias.batch + head * bias.head + source * bias.source;
+    for (int i = 0; i < N; ++i) value[i] = base[(first + min(j * N + i, count - 1)) * bias.query];
+    return Vec::add(x, Vec::load(value));
+  }
+
+  // Softmax of one tile against the running maximum; scores become unnormalised weights in place.
+  template <bool entropy>
+  void soften(float* tile, int64_t n) {
+    const f scale = Vec::set1(plain ? std::fabs(call.scale) : 1.f);
+    f old_max[W], now[W], sum[W], spread[W];
+    for (int j = 0; j < W; ++j) now[j] = Vec::set1(-INFINITY);
+    for (int64_t s = 0; s < n; ++s)
+      for (int j = 0; j < W; ++j) now[j] = Vec::max(Vec::load(tile + (s * W + j) * N), now[j]);
+    if (call.top) gather_top(tile, n, now);
+    for (int j = 0; j < W; ++j) {
+      old_max[j] = Vec::load(row_max + j * N);
+      now[j] = Vec::max(Vec::mul(now[j], scale), old_max[j]);
+      const f drop = Vec::sub(old_max[j], now[j]);
+      const f shrink = exp_of(drop);
+      sum[j] = Vec::mul(Vec::load(row_sum + j * N), shrink);
+      if (entropy) {
+        const f moved = Vec::fma(Vec::max(Vec::set1(-1000.f), drop), Vec::load(row_sum + j * N), Vec::load(neg_entropy + j * N));
+        spread[j] = Vec::mul(moved, shrink);
+      }
+      Vec::store(rescale + j * N, shrink), Vec::store(row_max + j * N, now[j]);
+    }
+    for (int64_t s = 0; s < n; ++s)
+      for (int j = 0; j < W; ++j) {
+        float* place = tile + (s * W + j) * N;
+        const f below = Vec::fms(Vec::load(place), scale, now[j]);
+        const f weight = exp_of(below);
+        sum[j] = Vec::add(sum[j], weight);
+        if (entropy) spread[j] = Vec::fma(weight, Vec::max(Vec::set1(-1000.f), below), spread[j]);
+        Vec::store(place, weight);
+      }
+    for (int j = 0; j < W; ++j) {
+      Vec::store(row_sum + j * N, sum[j]);
+      if (entropy) Vec::store(neg_entropy + j * N, spread[j]);
+    }
+  }
+
+  // The running top list of each lane, kept sorted; a tile whose maximum is no news costs one compare.
+  void gather_top(const float* tile, int64_t n, const f* tile_best) {
+    float* worst = top_scores + (call.top - 1) * lanes;
+    uint64_t news = 0;
+    for (int j = 0; j < W; ++j) news |= Vec::greater(tile_best[j], Vec::load(worst + j * N));
+    if (!news) return;
+    const int64_t base = tile_begin;
+    for (int64_t s = 0; s < n; ++s)
+      for (int j = 0; j < W; ++j) {
+        const float* score = tile + (s * W + j) * N;
+        uint64_t hits = Vec::greater(Vec::load(score), Vec::load(worst + j * N));
+        for (; hits; hits &= hits - 1) {
+          const int i = __builtin_ctzll(hits);
+          insert_top(j * N + i, score[i], (int32_t)(base + s));
+        }
+      }
+  }
+
+  void insert_top(int lane, float score, int32_t source) {
+    int64_t place = call.top - 1;
+    for (; place > 0 && top_scores[(place - 1) * lanes + lane] < score; --place) {
+      top_scores[place * lanes + lane] = top_scores[(place - 1) * lanes + lane];
+      top_sources[place * lanes + lane] = top_sources[(place - 1) * lanes + lane];
+    }
+    top_scores[place * lanes + lane] = score, top_sources[place * lanes + lane] = source;
+  }
+
+  int64_t tile_begin;
+
+  void tile(int64_t from, int64_t n, Tile kind) {
+    float* here = strip ? scores + tiles * kTile * lanes : scores;
+    tile_begin = from;
+    if (pairs) {
+      dot_pairs(here, from, n);
+    } else {
+      const Rows k = float_rows(call.k, call.type, batch, source_head, from, n, call.head_dim, convert);
+      dot_tile<Single, W>(k.data, k.stride, n, packed, call.head_dim, here);
+    }
+    if (!plain || kind == Tile::partial) edit(here, from, n, kind == Tile::partial);
+    if (call.entropy) soften<true>(here, n); else soften<false>(here, n);
+    mix(here, from, n, kind);
+    if (strip) {
+      std::memcpy(tile_max + tiles * lanes, row_max, sizeof(float) * lanes);
+      tile_first[tiles] = from, tile_count[tiles] = n;
+      ++tiles;
+    }
+  }
+
+  void mix(const float* weights, int64_t from, int64_t n, Tile kind) {
+    if (kind == Tile::partial) {
+      const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert);
+      if (!all_finite(v, n)) return mix_selected<W>(v.data, v.stride, n, weights, bits, rescale, call.value_dim, out);
+      if (!pairs) return mix_tile<Single, W>(v.data, v.stride, n, weights, rescale, call.value_dim, out);
+    }
+    if (pairs) return mix_pairs(weights, from, n);
+    const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert);
+    mix_tile<Single, W>(v.data, v.stride, n, weights, rescale, call.value_dim, out);
+  }
+
+  bool all_finite(const Rows& v, int64_t n) const {
+    for (int64_t s = 0; s < n; ++s) {
+      const float* row = v.data + s * v.stride;
+      uint64_t bad = 0;
+      int64_t i = 0;
+      for (; i + N <= call.value_dim; i += N) bad |= Vec::not_finite(Vec::load(row + i));
+      for (; i < call.value_dim; ++i) bad |= !(std::fabs(row[i]) <= FLT_MAX);
+      if (bad) return false;
+    }
+    return true;
+  }
+
+#ifdef CLEARHEAD_DOTS
+  struct Pair {
+    using scalar = uint16_t;
+    using packed = uint32_t;
+    using vec = Vec::pair;
+    static constexpr int step = 2;
+    static vec broadcast(const scalar* p) { return Vec::set1_pair(p); }
+    static vec load(const packed* p) { return Vec::load_pair(p); }
+    static f mac(vec a, vec b, f c) { return Vec::dot(a, b, c); }
+  };
+
+  void dot_pairs(float* here, int64_t from, int64_t n) {
+    const auto* k = (const uint16_t*)at(call.k, call.type, batch, source_head, from);
+    dot_tile<Pair, W>(k, call.k.position, n, packed_pairs, call.head_dim / 2, here);
+  }
+
+  void mix_pairs(const float* weights, int64_t from, int64_t n) {
+    const int64_t half = (n + 1) / 2;
+    for (int64_t s = 0; s < half; ++s)
+      for (int j = 0; j < W; ++j) {
+        const f low = Vec::load(weights + (2 * s * W + j) * N);
+        const f high = 2 * s + 1 < n ? Vec::load(weights + ((2 * s + 1) * W + j) * N) : Vec::zero();
+        Vec::store_pair(weight_pairs + (s * W + j) * N, low, high);
+      }
+    const int64_t pairs_of_sources = (call.source + 1) / 2;
+    const uint32_t* v = call.packed_v + ((batch * call.source_head + source_head) * pairs_of_sources + from / 2) * call.value_dim;
+    mix_tile<Pair, W>((const uint16_t*)v, 2 * call.value_dim, half, weight_pairs, rescale, call.value_dim, out);
+  }
+#else
+  void dot_pairs(float*, int64_t, int64_t) {}
+  void mix_pairs(const float*, int64_t, int64_t) {}
+#endif
+
+  void run() {
+    start();
+    const Ranges ranges = ranges_of(call.mask, batch, head, first, count, lanes, call.source);
+    const int64_t last = min(call.source, (ranges.last + 1) & ~(int64_t)1);  // whole pairs
+    for (int64_t from = ranges.first & ~(int64_t)7; from < last; from += kTile) {
+      const int64_t n = min(kTile, last - from);
+      const Tile kind = tile_bits<W>(call.mask, ranges, batch, head, first, count, from, n, bits);
+      if (kind != Tile::empty) tile(from, n, kind);
+    }
+    finish();
+  }
+
+  void finish() {
+    for (int lane = 0; lane < lanes; ++lane) rescale[lane] = row_sum[lane] == 0 ? 0 : 1 / row_sum[lane];
+    write_context();
+    if (call.lse || call.entropy || call.top) write_statistics();
+    if (strip) weigh();
+  }
+
+  void write_context() {
+    const int64_t size = call.type == Type::f32 ? 4 : 2;
+    for (int64_t lane = 0; lane < count; ++lane) {
+      char* to = (char*)at(call.out, call.type, batch, head, first + lane);
+      const bool empty = row_sum[lane] == 0;
+      for (int64_t i = 0; i < call.value_dim; ++i) {
+        const float value = empty ? 0 : out[i * lanes + lane] * rescale[lane];
+        if (size == 4) ((float*)to)[i] = value;
+        else ((uint16_t*)to)[i] = to_half(value, call.type);
+      }
+    }
+  }
+
+  void write_statistics() {
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const bool empty = row_sum[lane] == 0;
+      const float log_sum = empty ? 0 : std::log(row_sum[lane]);
+      const float lse = empty ? -INFINITY : row_max[lane] + log_sum;
+      if (call.lse) call.lse[row(lane)] = lse;
+      if (call.entropy) {
+        const float sink = call.sinks ? std::exp(call.sinks[head] - row_max[lane]) : 0;
+        const float real = row_sum[lane] - sink;
+        call.entropy[row(lane)] = empty ? 0 : (log_sum * real - neg_entropy[lane]) * rescale[lane];
+      }
+      for (int64_t k = 0; k < call.top; ++k) {
+        const float score = top_scores[k * lanes + lane] * (plain ? std::fabs(call.scale) : 1.f);
+        const int32_t source = top_sources[k * lanes + lane];
+        call.top_weights[row(lane) * call.top + k] = source < 0 ? 0 : std::exp(score - row_max[lane]) * rescale[lane];
+        call.top_sources[row(lane) * call.top + k] = source;
+      }
+    }
+  }
+
+  // ---- readings that need final weights: one pass over the strip of unnormalised ones -----------
+
+  void weigh() {
+    alignas(64) float factor[lanes], distance[lanes], mass[lanes], cell_sum[lanes], cell_max[lanes];
+    for (int lane = 0; lane < lanes; ++lane) distance[lane] = mass[lane] = cell_sum[lane] = cell_max[lane] = 0;
+    int64_t cell = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+      for (int j = 0; j < W; ++j) {
+        const f shift = exp_of(Vec::sub(Vec::load(tile_max + t * lanes + j * N), Vec::load(row_max + j * N)));
+        Vec::store(factor + j * N, Vec::mul(shift, Vec::load(rescale + j * N)));
+      }
+      for (int64_t lane = count; lane < lanes; ++lane) factor[lane] = 0;
+      float* weights = scores + t * kTile * lanes;
+      for (int64_t i = 0; i < tile_count[t] * W; ++i)
+        Vec::store(weights + i * N, Vec::mul(Vec::load(weights + i * N), Vec::load(factor + i % W * N)));
+      if (call.received) add_received(weights, t);
+      if (call.rows) write_rows(weights, t);
+      if (call.distance) add_distance(weights, t, distance);
+      if (call.mass) add_mass(weights, t, mass);
+      if (call.cell_sum) cell = add_cells(weights, t, cell, cell_sum, cell_max);
+    }
+    if (call.cell_sum && tiles) flush_cells(cell, cell_sum, cell_max);
+    for (int64_t lane = 0; lane < count; ++lane) {
+      if (call.distance) call.distance[row(lane)] = distance[lane];
+      if (call.mass) call.mass[row(lane)] = mass[lane];
+    }
+  }
+
+  void add_received(const float* weights, int64_t t) {
+    float* to = call.received + ((slot * call.batch + batch) * call.head + head) * call.source + tile_first[t];
+    for (int64_t s = 0; s < tile_count[t]; ++s) {
+      f sum = Vec::load(weights + s * lanes);
+      for (int j = 1; j < W; ++j) sum = Vec::add(sum, Vec::load(weights + (s * W + j) * N));
+      to[s] += Vec::sum(sum);
+    }
+  }
+
+  void write_rows(const float* weights, int64_t t) {
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const int32_t place = call.row_of[call.first_query + first + lane];
+      if (place < 0) continue;
+      float* to = call.rows + ((batch * call.head + head) * call.row_count + place) * call.source + tile_first[t];
+      for (int64_t s = 0; s < tile_count[t]; ++s) to[s] = weights[s * lanes + lane];
+    }
+  }
+
+  void add_distance(const float* weights, int64_t t, float* distance) {
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int64_t here = call.first_query + first + lane + call.distance_offset;
+      float sum = distance[lane];
+      for (int64_t s = 0; s < tile_count[t]; ++s) {
+        const int64_t far = here - tile_first[t] - s;
+        sum += weights[s * lanes + lane] * (float)(far < 0 ? -far : far);
+      }
+      distance[lane] = sum;
+    }
+  }
+
+  void add_mass(const float* weights, int64_t t, float* mass) {
+    const Ranges ranges = ranges_of(call.mass_edges, batch, head, first, count, lanes, call.source);
+    uint64_t edges[kTile];
+    const Tile kind = tile_bits<W>(call.mass_edges, ranges, batch, head, first, count, tile_first[t], tile_count[t], edges);
+    if (kind == Tile::empty) return;
+    for (int64_t s = 0; s < tile_count[t]; ++s)
+      for (int j = 0; j < W; ++j) {
+        const f weight = Vec::load(weights + (s * W + j) * N);
+        const f counted = kind == Tile::full ? weight : Vec::select(edges[s] >> (j * N), weight, Vec::zero());
+        Vec::store(mass + j * N, Vec::add(Vec::load(mass + j * N), counted));
+      }
+  }
+
+  int64_t add_cells(const float* weights, int64_t t, int64_t cell, float* sum, float* most) {
+    int64_t s = 0;
+    while (s < tile_count[t]) {
+      while (tile_first[t] + s >= call.source_edges[cell + 1]) {
+        flush_cells(cell, sum, most);
+        ++cell;
+      }
+      const int64_t stop = min(tile_count[t], call.source_edges[cell + 1] - tile_first[t]);
+      for (int j = 0; j < W; ++j) {
+        f total = Vec::load(sum + j * N), best = Vec::load(most + j * N);
+        for (int64_t k = s; k < stop; ++k) {
+          const f weight = Vec::load(weights + (k * W + j) * N);
+          total = Vec::add(total, weight), best = Vec::max(best, weight);
+        }
+        Vec::store(sum + j * N, total), Vec::store(most + j * N, best);
+      }
+      s = stop;
+    }
+    return cell;
+  }
+
+  void flush_cells(int64_t cell, float* sum, float* most) {
+    int64_t row = 0;
+    const int64_t base = ((slot * call.batch + batch) * call.head + head) * call.query_cells;
+    for (int64_t lane = 0; lane < count; ++lane) {
+      while (call.first_query + first + lane >= call.query_edges[row + 1]) ++row;
+      const int64_t place = (base + row) * call.source_cells + cell;
+      call.cell_sum[place] += sum[lane];
+      if (!(most[lane] <= call.cell_max[place])) call.cell_max[place] = most[lane];
+    }
+    for (int lane = 0; lane < lanes; ++lane) sum[lane] = most[lane] = 0;
+  }
+};
+
+template <int W>
+void forward_block(const Forward& call, Arena arena, int64_t item, int64_t first, int64_t slot) {
+  Block<W> block(call, arena);
+  const int64_t row = item / call.slots;
+  block.batch = row / call.head, block.head = row % call.head;
+  block.source_head = block.head / (call.head / call.source_head);
+  block.first = first, block.count = min(W * N, call.query - first), block.slot = slot;
+  block.run();
+}
+
+// Work item: every `slots`-th block of one head, the last blocks first (they see most sources).
+void forward_item(const Forward& call, int64_t item, char* scratch) {
+  const int64_t slot = call.slots - 1 - item % call.slots;
+  const int64_t blocks = (call.query + kMaxLanes - 1) / kMaxLanes;
+  for (int64_t b = slot; b < blocks; b += call.slots) {
+    const int64_t first = b * kMaxLanes, left = call.query - first;
+    Arena arena{scratch};
+    if (left > 2 * N) forward_block<3>(call, arena, item, first, slot);
+    else if (left > N) forward_block<2>(call, arena, item, first, slot);
+    else forward_block<1>(call, arena, item, first, slot);
+  }
+}
+
+size_t forward_scratch(const Forward& call) {
+  Arena arena{nullptr};
+  Block<Vec::vectors> block(call, arena);
+  return arena.used + 64;
+}
+
+// V of one source head as pairs of neighbouring sources, for bf16 dot products.
+void pack_values(const Forward& call, int64_t item, uint32_t* packed) {
+  const int64_t pairs = (call.source + 1) / 2;
+  const int64_t batch = item / call.source_head, head = item % call.source_head;
+  uint32_t* to = packed + item * pairs * call.value_dim;
+  for (int64_t s = 0; s < pairs; ++s) {
+    const auto* low = (const uint16_t*)at(call.v, call.type, batch, head, 2 * s);
+    const bool both = 2 * s + 1 < call.source;
+    const uint16_t* high = both ? low + call.v.position : low;
+    for (int64_t i = 0; i < call.value_dim; ++i)
+      to[s * call.value_dim + i] = low[i] | (both ? (uint32_t)high[i] << 16 : 0);
+  }
+}
+
+void exp2_array(const float* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + N <= count; i += N) Vec::store(to + i, Vec::exp2(Vec::load(from + i)));
+  if (i == count) return;
+  float rest[N] = {0};
+  for (int64_t j = i; j < count; ++j) rest[j - i] = from[j];
+  Vec::store(rest, Vec::exp2(Vec::load(rest)));
+  for (int64_t j = i; j < count; ++j) to[j] = rest[j - i];
+}
+
+}  // namespace
+}  // namespace CLEARHEAD_ISA
+}  // namespace clearhead

@@ -1,0 +1,197 @@
+// The Python face: addresses, sizes and strides, every one checked before a kernel sees it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+
+namespace nb = nanobind;
+using namespace clearhead;
+
+namespace {
+
+using Four = std::array<int64_t, 4>;
+constexpr int64_t kMaxDim = 256;
+
+void require(bool holds, const char* rule) {
+  if (!holds) throw nb::value_error(rule);
+}
+
+int64_t times(int64_t a, int64_t b) {
+  int64_t result;
+  require(!__builtin_mul_overflow(a, b, &result), "a size overflows");
+  return result;
+}
+
+template <class T>
+T* address(uintptr_t place, bool needed = true) {
+  require(place % alignof(T) == 0, "an address is not aligned to its elements");
+  require(place || !needed, "an address is missing");
+  return (T*)place;
+}
+
+// The offset of the last element must be an int64 in bytes too.
+void check_reach(const Four& shape, const Four& stride) {
+  int64_t reach = 0;
+  for (int i = 0; i < 4; ++i) {
+    require(shape[i] >= 0 && stride[i] >= 0, "sizes and strides must not be negative");
+    require(!__builtin_add_overflow(reach, times(shape[i], stride[i]), &reach), "a size overflows");
+  }
+  times(reach, 8);
+}
+
+View view(uintptr_t place, const Four& shape, const Four& stride, Type type) {
+  check_reach(shape, stride);
+  require(stride[3] == 1 || shape[3] <= 1, "the features must lie side by side");
+  const bool empty = !shape[0] || !shape[1] || !shape[2] || !shape[3];
+  char* data = type == Type::f32 ? (char*)address<float>(place, !empty) : (char*)address<uint16_t>(place, !empty);
+  return {data, stride[0], stride[1], stride[2]};
+}
+
+struct Call {
+  Forward work{};
+
+  Call(int type, uintptr_t q, Four q_shape, Four q_stride, uintptr_t k, Four k_shape, Four k_stride, uintptr_t v,
+       Four v_shape, Four v_stride, uintptr_t out, Four out_stride, float scale) {
+    require(type >= 0 && type <= 2, "the type is 0 (float32), 1 (float16) or 2 (bfloat16)");
+    work.type = (Type)type;
+    work.batch = q_shape[0], work.head = q_shape[1], work.query = q_shape[2], work.head_dim = q_shape[3];
+    work.source_head = k_shape[1], work.source = k_shape[2], work.value_dim = v_shape[3];
+    require(k_shape[0] == work.batch && v_shape[0] == work.batch, "batch sizes differ");
+    require(v_shape[1] == work.source_head && v_shape[2] == work.source, "key and value sizes differ");
+    require(k_shape[3] == work.head_dim, "query and key widths differ");
+    require(work.source_head > 0 && work.head % work.source_head == 0, "heads must be a multiple of source heads");
+    require(work.head_dim <= kMaxDim && work.value_dim <= kMaxDim, "at most 256 features");
+    require(work.query < INT32_MAX - 64 && work.source < INT32_MAX - 64, "at most 2^31 positions");
+    work.q = view(q, q_shape, q_stride, work.type);
+    work.k = view(k, k_shape, k_stride, work.type);
+    work.v = view(v, v_shape, v_stride, work.type);
+    work.out = view(out, {q_shape[0], q_shape[1], q_shape[2], v_shape[3]}, out_stride, work.type);
+    work.scale = scale, work.query_total = work.query;
+  }
+
+  void set_part(int64_t first, int64_t total) {
+    require(first >= 0 && first <= total && work.query <= total - first, "the part must lie inside the whole");
+    work.first_query = first, work.query_total = total;
+  }
+
+  static void ranges(Edges& edges, uintptr_t start, uintptr_t stop, int64_t batch, int64_t head) {
+    require(batch >= 0 && head >= 0, "strides must not be negative");
+    edges.start = address<int32_t>(start), edges.stop = address<int32_t>(stop);
+    edges.range_batch = batch, edges.range_head = head;
+  }
+  void bytes(Edges& edges, uintptr_t place, Four stride) const {
+    check_reach({work.batch, work.head, work.query, work.source}, stride);
+    edges.bytes = address<uint8_t>(place);
+    edges.batch = stride[0], edges.head = stride[1], edges.query = stride[2], edges.source = stride[3];
+  }
+  void set_ranges(uintptr_t start, uintptr_t stop, int64_t batch, int64_t head) {
+    ranges(work.mask, start, stop, batch, head);
+  }
+  void set_edges(uintptr_t place, Four stride) { bytes(work.mask, place, stride); }
+  void set_bias(uintptr_t place, Four stride) {
+    check_reach({work.batch, work.head, work.query, work.source}, stride);
+    work.bias = {address<float>(place), stride[0], stride[1], stride[2], stride[3]};
+  }
+  void set_softcap(float cap) { work.softcap = cap; }
+  void set_sinks(uintptr_t place) { work.sinks = address<float>(place); }
+  void set_lse(uintptr_t place) { work.lse = address<float>(place); }
+  void set_entropy(uintptr_t place) { work.entropy = address<float>(place); }
+  void set_top(int64_t count, uintptr_t weights, uintptr_t sources) {
+    require(count > 0, "top needs a positive count");
+    times(times(times(work.batch, work.head), work.query_total), times(count, 8));
+    work.top = count, work.top_weights = address<float>(weights), work.top_sources = address<int64_t>(sources);
+  }
+  void set_distance(uintptr_t place, int64_t offset) {
+    work.distance = address<float>(place), work.distance_offset = offset;
+  }
+  void set_mass(uintptr_t place) { work.mass = address<float>(place); }
+  void set_mass_ranges(uintptr_t start, uintptr_t stop, int64_t batch, int64_t head) {
+    ranges(work.mass_edges, start, stop, batch, head);
+  }
+  void set_mass_edges(uintptr_t place, Four stride) { bytes(work.mass_edges, place, stride); }
+  void set_rows(uintptr_t row_of, int64_t count, uintptr_t rows) {
+    times(times(times(work.batch, work.head), count), times(work.source, 8));
+    work.row_of = address<int32_t>(row_of), work.row_count = count, work.rows = address<float>(rows);
+  }
+  void set_slots(int64_t slots) {
+    require(slots > 0, "slots must be positive");
+    work.slots = slots;
+  }
+  void set_received(uintptr_t place) { work.received = address<float>(place); }
+  void set_cells(int64_t queries, int64_t sources, uintptr_t query_edges, uintptr_t source_edges, uintptr_t sum,
+                 uintptr_t most) {
+    require(queries > 0 && sources > 0, "cells must be positive");
+    work.query_cells = queries, work.source_cells = sources;
+    work.query_edges = address<int32_t>(query_edges), work.source_edges = address<int32_t>(source_edges);
+    work.cell_sum = address<float>(sum), work.cell_max = address<float>(most);
+    require(work.query_edges[0] == 0 && work.query_edges[queries] == work.query_total, "cells must cover the queries");
+    require(work.source_edges[0] == 0 && work.source_edges[sources] == work.source, "cells must cover the sources");
+  }
+
+  void run(int threads) {
+    std::string error;
+    const Kernel* kernel = current(error);
+    if (!kernel) throw std::runtime_error(error);
+    if (!work.batch || !work.head || !work.query) return;
+    require((!work.received && !work.cell_sum) || work.slots > 0, "sums over queries need slots");
+    bool ok;
+    {
+      nb::gil_scoped_release released;
+      ok = forward(*kernel, work, threads);
+    }
+    if (!ok) throw std::bad_alloc();
+  }
+};
+
+std::string isa() {
+  std::string error;
+  const Kernel* kernel = current(error);
+  if (!kernel) throw std::runtime_error(error);
+  return kernel->name;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::class_<Call>(m, "Forward")
+      .def(nb::init<int, uintptr_t, Four, Four, uintptr_t, Four, Four, uintptr_t, Four, Four, uintptr_t, Four, float>())
+      .def("set_part", &Call::set_part)
+      .def("set_ranges", &Call::set_ranges)
+      .def("set_edges", &Call::set_edges)
+      .def("set_bias", &Call::set_bias)
+      .def("set_softcap", &Call::set_softcap)
+      .def("set_sinks", &Call::set_sinks)
+      .def("set_lse", &Call::set_lse)
+      .def("set_entropy", &Call::set_entropy)
+      .def("set_top", &Call::set_top)
+      .def("set_distance", &Call::set_distance)
+      .def("set_mass", &Call::set_mass)
+      .def("set_mass_ranges", &Call::set_mass_ranges)
+      .def("set_mass_edges", &Call::set_mass_edges)
+      .def("set_rows", &Call::set_rows)
+      .def("set_slots", &Call::set_slots)
+      .def("set_received", &Call::set_received)
+      .def("set_cells", &Call::set_cells)
+      .def("run", &Call::run);
+  m.def("available", &available);
+  m.def("isa", &isa);
+  m.def("choose", [](const std::string& name) {
+    if (choose(name)) return;
+    std::string text = "this machine has no " + name + " kernel; it has";
+    for (const std::string& other : available()) text += " " + other;
+    throw nb::value_error(text.c_str());
+  });
+  m.def("exp2", [](uintptr_t from, uintptr_t to, int64_t count) {
+    std::string error;
+    const Kernel* kernel = current(error);
+    if (!kernel) throw std::runtime_error(error);
+    require(count >= 0, "count must not be negative");
+    kernel->exp2(address<float>(from), address<float>(to), count);
+  });
+}

@@ -1,0 +1,142 @@
+#include "dispatch.h"
+
+#include <omp.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace clearhead {
+
+extern const Kernel baseline_kernel;
+#ifdef CLEARHEAD_X86
+extern const Kernel avx2_kernel, avx512_kernel, avx512_bf16_kernel;
+#endif
+
+namespace {
+
+std::vector<const Kernel*> supported() {
+  std::vector<const Kernel*> result;
+#ifdef CLEARHEAD_X86
+  __builtin_cpu_init();
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) result.push_back(&avx512_bf16_kernel);
+  if (avx512) result.push_back(&avx512_kernel);
+  if (avx2) result.push_back(&avx2_kernel);
+#endif
+  result.push_back(&baseline_kernel);
+  return result;
+}
+
+const std::vector<const Kernel*>& kernels() {
+  static const std::vector<const Kernel*> all = supported();
+  return all;
+}
+
+const Kernel* find(const std::string& name) {
+  for (const Kernel* kernel : kernels())
+    if (name == kernel->name) return kernel;
+  return nullptr;
+}
+
+std::atomic<const Kernel*> chosen{nullptr};
+
+// Memory that a thread keeps from call to call, so that big strips are not faulted in every time.
+struct Scratch {
+  char* memory = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(memory); }
+  char* at_least(size_t bytes) {
+    if (bytes <= size) return memory;
+    std::free(memory);
+    size = (bytes + 4095) & ~(size_t)4095;
+    memory = (char*)std::aligned_alloc(4096, size);
+    if (!memory) size = 0;
+    return memory;
+  }
+};
+thread_local Scratch scratch;
+
+// Runs item(i, scratch) for all i, on as many threads as pay; false where memory ran out.
+template <class Item>
+bool spread(int64_t items, int threads, size_t bytes, Item item) {
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> ok{true};
+  auto work = [&] {
+    char* memory = scratch.at_least(bytes);
+    if (!memory) {
+      ok = false;
+      return;
+    }
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(i, memory);
+  };
+  if (threads > items) threads = (int)items;
+  if (threads <= 1) {
+    work();
+    return ok;
+  }
+#pragma omp parallel num_threads(threads)
+  work();
+  return ok;
+}
+
+// Waking a second thread costs a few microseconds: not for less work than this.
+constexpr double kWorthAThread = 4e5;
+
+int threads_for(double multiply_adds, int threads) {
+  if (threads <= 0) threads = omp_get_max_threads();
+  const double worth = multiply_adds / kWorthAThread;
+  return worth < threads ? (worth < 1 ? 1 : (int)worth) : threads;
+}
+
+}  // namespace
+
+std::vector<std::string> available() {
+  std::vector<std::string> names;
+  for (const Kernel* kernel : kernels()) names.push_back(kernel->name);
+  return names;
+}
+
+bool choose(const std::string& name) {
+  const Kernel* kernel = name.empty() ? nullptr : find(name);
+  if (!name.empty() && !kernel) return false;
+  chosen = kernel;
+  return true;
+}
+
+const Kernel* current(std::string& error) {
+  if (const Kernel* kernel = chosen.load(std::memory_order_acquire)) return kernel;
+  const char* forced = std::getenv("CLEARHEAD_ISA");
+  const Kernel* kernel = forced && *forced ? find(forced) : kernels().front();
+  if (!kernel) {
+    error = "CLEARHEAD_ISA: this machine has no " + std::string(forced) + " kernel; it has";
+    for (const std::string& name : available()) error += " " + name;
+    return nullptr;
+  }
+  chosen.store(kernel, std::memory_order_release);
+  return kernel;
+}
+
+bool forward(const Kernel& kernel, Forward& call, int threads) {
+  const double work = (double)call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
+  threads = threads_for(work, threads);
+  std::unique_ptr<uint32_t[]> packed;
+  if (kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0) {
+    const int64_t heads = call.batch * call.source_head;
+    const int64_t size = heads * ((call.source + 1) / 2) * call.value_dim;
+    packed.reset(new (std::nothrow) uint32_t[(size_t)size + 1]);
+    if (!packed) return false;
+    if (!spread(heads, threads, 64, [&](int64_t i, char*) { kernel.pack_values(call, i, packed.get()); })) return false;
+    call.packed_v = packed.get();
+  }
+  const int64_t blocks = (call.query + kernel.block - 1) / kernel.block;
+  const bool sums = call.received || call.cell_sum;
+  if (!sums || call.slots > blocks) call.slots = sums ? (call.slots < blocks ? call.slots : blocks) : blocks;
+  return spread(call.batch * call.head * call.slots, threads, kernel.forward_scratch(call),
+                [&](int64_t i, char* memory) { kernel.forward(call, i, memory); });
+}
+
+}  // namespace clearhead

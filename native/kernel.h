@@ -1,0 +1,92 @@
+// What a kernel is given: plain pointers, sizes and strides. Nothing here knows torch or Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace clearhead {
+
+enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+
+// A (batch, head, position, feature) tensor; strides in elements, the features lie side by side.
+struct View {
+  char* data;
+  int64_t batch, head, position;
+};
+
+// One allowed range of sources a query, [start, stop), as arrays of (batch, head, query); a stride
+// of 0 broadcasts. Edges are bytes, one for each (query, source), 0 for blocked.
+struct Edges {
+  const int32_t* start;
+  const int32_t* stop;
+  int64_t range_batch, range_head;
+  const uint8_t* bytes;
+  int64_t batch, head, query, source;
+};
+
+struct Bias {
+  const float* data;
+  int64_t batch, head, query, source;
+};
+
+// One forward call. Results that are null are not computed. Results per query are contiguous
+// (batch, head, query_total) arrays, of which this call fills `query` entries from `first_query`.
+struct Forward {
+  int64_t batch, head, source_head, query, source, head_dim, value_dim;
+  int64_t first_query, query_total;
+  Type type;
+  View q, k, v, out;
+  float scale, softcap;  // softcap 0: none
+  const float* sinks;    // (head,) or null
+  Edges mask;
+  Bias bias;
+
+  float* lse;
+  float* entropy;
+  int64_t top;
+  float* top_weights;    // (batch, head, query_total, top)
+  int64_t* top_sources;
+  float* distance;
+  int64_t distance_offset;  // position of query 0 among the sources
+  Edges mass_edges;
+  float* mass;
+  const int32_t* row_of;  // (query_total,): the row of `rows` that a query fills, or -1
+  int64_t row_count;
+  float* rows;            // (batch, head, row_count, source)
+
+  // Sums over queries go to a slot of their own, so that no result hangs on the threads' pace.
+  int64_t slots;
+  float* received;        // (slots, batch, head, source)
+  int64_t query_cells, source_cells;
+  const int32_t* query_edges;   // (query_cells + 1,), ascending positions
+  const int32_t* source_edges;  // (source_cells + 1,)
+  float* cell_sum;        // (slots, batch, head, query_cells, source_cells)
+  float* cell_max;
+
+  const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_values
+};
+
+// Gradients of one call. dq has the layout of `dq_slots` times (batch, head, query, head_dim), fp32;
+// dk and dv are contiguous (batch, source_head, source, feature) in fp32.
+struct Backward {
+  Forward forward;       // sizes, q, k, v, mask, bias, scale, softcap and lse of the call
+  View grad_out;         // in the type of q
+  const float* delta;    // (batch, head, query): rowsum(grad_out * out) - grad of lse
+  float* dq;
+  float* dk;
+  float* dv;
+  int64_t slots;         // the sources are dealt out over so many work items a source head
+};
+
+// One instruction set's kernels.
+struct Kernel {
+  const char* name;
+  bool dots_bf16;
+  int64_t block;  // queries a block
+  size_t (*forward_scratch)(const Forward&);
+  void (*forward)(const Forward&, int64_t item, char* scratch);
+  void (*pack_values)(const Forward&, int64_t item, uint32_t* packed);
+  void (*exp2)(const float* from, float* to, int64_t count);
+};
+
+}  // namespace clearhead

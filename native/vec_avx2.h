@@ -1,0 +1,80 @@
+// Vector verbs for AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernel.h"
+
+namespace clearhead {
+namespace CLEARHEAD_ISA {
+namespace {
+
+struct Vec {
+  static constexpr int lanes = 8;
+  static constexpr int rows = 4;  // 4 x 3 accumulators, 3 loads and a broadcast: 16 registers
+  static constexpr int vectors = 3;
+  using f = __m256;
+  using i = __m256i;
+
+  static f load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, f x) { _mm256_storeu_ps(p, x); }
+  static f set1(float x) { return _mm256_set1_ps(x); }
+  static f zero() { return _mm256_setzero_ps(); }
+  static f add(f a, f b) { return _mm256_add_ps(a, b); }
+  static f sub(f a, f b) { return _mm256_sub_ps(a, b); }
+  static f mul(f a, f b) { return _mm256_mul_ps(a, b); }
+  static f fma(f a, f b, f c) { return _mm256_fmadd_ps(a, b, c); }
+  static f fms(f a, f b, f c) { return _mm256_fmsub_ps(a, b, c); }
+  // a NaN in b comes through, one in a does not
+  static f max(f a, f b) { return _mm256_max_ps(a, b); }
+  static f select(uint64_t bits, f yes, f no) {
+    const i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const i set = _mm256_and_si256(_mm256_set1_epi32((int32_t)(bits & 255)), bit);
+    return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, bit)));
+  }
+  static uint64_t greater(f a, f b) { return (uint64_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+  static uint64_t not_finite(f x) {
+    const f size = _mm256_andnot_ps(set1(-0.f), x);
+    return (uint64_t)_mm256_movemask_ps(_mm256_cmp_ps(size, set1(__FLT_MAX__), _CMP_NLE_UQ));
+  }
+  static float sum(f x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
+
+  static i load_int(const int32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+  static i set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+  static uint64_t greater_int(i a, i b) {
+    return (uint64_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b)));
+  }
+
+  static f load_as_float(const uint16_t* p, Type type) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p);
+    if (type == Type::f16) return _mm256_cvtph_ps(x);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+  }
+
+  // 2^x, at most 1 ulp off where the result is normal; zero below -126, NaN for NaN.
+  static f exp2(f x) {
+    x = _mm256_max_ps(set1(-127.f), x);  // a NaN stays
+    x = _mm256_min_ps(set1(128.f), x);
+    const f n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const f r = sub(x, n);
+    f p = set1(0x1.41fbbcp-13f);
+    p = fma(p, r, set1(0x1.5f3e54p-10f));
+    p = fma(p, r, set1(0x1.3b2d4cp-7f));
+    p = fma(p, r, set1(0x1.c6aee8p-5f));
+    p = fma(p, r, set1(0x1.ebfbdcp-3f));
+    p = fma(p, r, set1(0x1.62e430p-1f));
+    p = fma(p, r, set1(1.0f));
+    const i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));  // 0 for n = -127
+  }
+
+  static constexpr bool has_dots = false;
+};
+
+}  // namespace
+}  // namespace CLEARHEAD_ISA
+}  // namespace clearhead

@@ -1,0 +1,84 @@
+// Vector verbs for AVX-512 (F, DQ, BW, VL), and bf16 dot products where the compiler may use them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernel.h"
+
+namespace clearhead {
+namespace CLEARHEAD_ISA {
+namespace {
+
+struct Vec {
+  static constexpr int lanes = 16;
+  static constexpr int rows = 8;     // of the micro-kernels: 8 x 3 accumulators in 32 registers
+  static constexpr int vectors = 3;
+  using f = __m512;
+  using i = __m512i;
+
+  static f load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, f x) { _mm512_storeu_ps(p, x); }
+  static f set1(float x) { return _mm512_set1_ps(x); }
+  static f zero() { return _mm512_setzero_ps(); }
+  static f add(f a, f b) { return _mm512_add_ps(a, b); }
+  static f sub(f a, f b) { return _mm512_sub_ps(a, b); }
+  static f mul(f a, f b) { return _mm512_mul_ps(a, b); }
+  static f div(f a, f b) { return _mm512_div_ps(a, b); }
+  static f fma(f a, f b, f c) { return _mm512_fmadd_ps(a, b, c); }
+  static f fms(f a, f b, f c) { return _mm512_fmsub_ps(a, b, c); }
+  // a NaN in b comes through, one in a does not
+  static f max(f a, f b) { return _mm512_max_ps(a, b); }
+  static f select(uint64_t bits, f yes, f no) { return _mm512_mask_blend_ps((__mmask16)bits, no, yes); }
+  static uint64_t greater(f a, f b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+  static uint64_t not_finite(f x) { return _mm512_fpclass_ps_mask(x, 0x99); }
+  static float sum(f x) { return _mm512_reduce_add_ps(x); }
+
+  static i load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+  static i set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+  static uint64_t greater_int(i a, i b) { return _mm512_cmpgt_epi32_mask(a, b); }
+
+  static f load_as_float(const uint16_t* p, Type type) {
+    __m256i x = _mm256_loadu_si256((const __m256i*)p);
+    if (type == Type::f16) return _mm512_cvtph_ps(x);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+
+  // 2^x, at most 1 ulp off where the result is normal; exact zero below -150, NaN for NaN.
+  static f exp2(f x) {
+    f r = _mm512_reduce_ps(x, 0x00);  // x - round(x), 0 for an infinity
+    f n = _mm512_sub_ps(x, r);
+    f p = set1(0x1.41fbbcp-13f);
+    p = fma(p, r, set1(0x1.5f3e54p-10f));
+    p = fma(p, r, set1(0x1.3b2d4cp-7f));
+    p = fma(p, r, set1(0x1.c6aee8p-5f));
+    p = fma(p, r, set1(0x1.ebfbdcp-3f));
+    p = fma(p, r, set1(0x1.62e430p-1f));
+    p = fma(p, r, set1(1.0f));
+    return _mm512_scalef_ps(p, n);
+  }
+
+#ifdef __AVX512BF16__
+#define CLEARHEAD_DOTS
+  static constexpr bool has_dots = true;
+  using pair = __m512bh;
+  static pair load_pair(const uint32_t* p) { return (pair)_mm512_loadu_si512(p); }
+  static pair set1_pair(const uint16_t* p) {
+    int32_t both;
+    __builtin_memcpy(&both, p, 4);
+    return (pair)_mm512_set1_epi32(both);
+  }
+  static f dot(pair a, pair b, f c) { return _mm512_dpbf16_ps(c, a, b); }
+  // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
+  static void store_pair(uint32_t* p, f low, f high) {
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
+  }
+#else
+  static constexpr bool has_dots = false;
+#endif
+};
+
+}  // namespace
+}  // namespace CLEARHEAD_ISA
+}  // namespace clearhead
