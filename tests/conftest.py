@@ -1,0 +1,66 @@
+"""One thread for each test process, and the fixture that sends a test through an implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import clearhead
+from clearhead import _impl
+from tests.cases import IMPLEMENTATIONS
+
+torch.set_num_threads(1)
+
+
+class Implementation:
+    """`attend`, forced to one implementation; it is an error if another one ran."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ran: list[str] = []
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran.clear()
+        answer = clearhead.attend(*args, **kwargs, impl=self.name)
+        assert self.ran == [self.name], f"{self.name} was asked, {self.ran} ran"
+        return answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend in this implementation, or where it says that it cannot serve, in the next."""
+        try:
+            return self.attend(*args, **kwargs)
+        except ValueError as refusal:
+            if "cannot serve this call" not in str(refusal):
+                raise
+        answer = clearhead.attend(*args, **kwargs)
+        assert self.ran
+        assert self.ran[-1] != self.name
+        return answer
+
+
+def installed(name: str) -> bool:
+    found = [module for module in _impl.implementations() if module.NAME == name]
+    return bool(found) and getattr(found[0], "installed", lambda: True)()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each implementation in turn; it notes which one really ran."""
+    if not installed(request.param):
+        pytest.skip(f"{request.param} is not built here")
+    chosen = Implementation(request.param)
+    for module in _impl.implementations():
+        monkeypatch.setattr(module, "attend", _noted(module, chosen.ran))
+    return chosen
+
+
+def _noted(module: Any, ran: list[str]) -> Any:
+    original = module.attend
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        ran.append(module.NAME)
+        return original(*args, **kwargs)
+
+    return attend
