@@ -38,9 +38,8 @@ from torch import Tensor
 from clearhead.errors import type_error, value_error
 
 if TYPE_CHECKING:
-    from clearhead.masks import Mask
-
     from clearhead._impl.problem import Sizes
+    from clearhead.masks import Mask
 
 __all__ = [
     "BlockMap",
