@@ -1,0 +1,122 @@
+"""The place of a leak: the deepest module that moved an output which its inputs had not moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead._audit.runner import Change, Runner
+from clearhead._audit.subject import Inputs, rows_of, tensors_in
+
+__all__ = ["first_moved", "name_of"]
+
+
+@dataclass
+class Step:
+    """One call of a module: the rows of one query in what it was given and in what it gave."""
+
+    name: str
+    given: list[Tensor]
+    gave: list[Tensor] = field(default_factory=list)
+
+
+def name_of(model: object) -> str:
+    """Name a model or function for a person."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__qualname__", None) or type(model).__name__
+
+
+def first_moved(runner: Runner, change: Change, sample: int, query: int) -> str:
+    """Name the first module, in execution order, through which the change reached the query."""
+    roots = list(_modules_in(runner.model))
+    whole = f"{name_of(runner.model)} (its own forward)" if roots else name_of(runner.model)
+    if not roots:
+        return whole
+    before = _trace(runner, roots, runner.inputs, sample, query)
+    after = _trace(runner, roots, runner.changed(change), sample, query)
+    if [step.name for step in before] != [step.name for step in after]:
+        return whole  # the change sent the model down another way
+    for slack in (1e-12, 0.0) if _double(before) else (1e-6, 0.0):
+        for old, new in zip(before, after, strict=True):
+            if _moved(old.gave, new.gave, slack) and not _moved(old.given, new.given, slack):
+                return old.name or whole
+    return whole
+
+
+def _trace(
+    runner: Runner, roots: list[tuple[str, nn.Module]], inputs: Inputs, sample: int, query: int
+) -> list[Step]:
+    """Run once and list the module calls in the order in which they end: the deepest first."""
+    done: list[Step] = []
+    open_steps: list[Step] = []
+
+    def rows(value: Any) -> list[Tensor]:
+        found = [rows_of(tensor, inputs) for _, tensor in tensors_in(value)]
+        return [
+            # A sample axis of size one stands for every sample.
+            r[min(sample, len(r) - 1), query].detach().clone()
+            for r in found
+            if r is not None and len(r)
+        ]
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            open_steps.append(Step(name, rows([list(args), kwargs])))
+
+        return hook
+
+    def leave(_module: nn.Module, _args: Any, value: Any) -> None:
+        step = open_steps.pop()
+        step.gave = rows(value)
+        done.append(step)
+
+    with ExitStack() as stack:
+        seen: set[int] = set()
+        for prefix, root in roots:
+            for name, module in root.named_modules(prefix=prefix):
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    before = module.register_forward_pre_hook(enter(name), with_kwargs=True)
+                    stack.callback(before.remove)
+                    stack.callback(module.register_forward_hook(leave).remove)
+        runner.outputs(inputs)
+    return done
+
+
+def _moved(old: list[Tensor], new: list[Tensor], slack: float) -> bool:
+    for before, after in zip(old, new, strict=False):
+        if before.shape != after.shape or torch.equal(before, after):
+            continue
+        if not before.is_floating_point():
+            return True
+        size = (after - before).abs().nan_to_num(torch.inf, torch.inf).max()
+        largest = before.abs().nan_to_num(0.0, 0.0, 0.0).max()
+        same = (before == after) | (before.isnan() & after.isnan())
+        if not bool(same.all()) and size > slack * largest:
+            return True
+    return False
+
+
+def _double(steps: list[Step]) -> bool:
+    return any(t.dtype == torch.float64 for step in steps for t in step.gave)
+
+
+def _modules_in(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The module itself, or those that a function, method or partial closes over."""
+    if isinstance(model, nn.Module):
+        yield "", model
+        return
+    held = [getattr(model, "__self__", None), getattr(model, "func", None)]
+    held += [cell.cell_contents for cell in getattr(model, "__closure__", None) or ()]
+    code = getattr(model, "__code__", None)
+    names = code.co_names if code else ()
+    held += [getattr(model, "__globals__", {}).get(name) for name in names]
+    for value in held:
+        if isinstance(value, nn.Module):
+            yield "", value

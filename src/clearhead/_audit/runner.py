@@ -1,0 +1,211 @@
+"""Run changed copies of the inputs and measure what moves, and what moves by rounding alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from clearhead._audit.changes import Content, splice
+from clearhead._audit.state import Snapshot, random_state, restore_random
+from clearhead._audit.subject import Inputs, Output, call, outputs_of
+
+__all__ = ["Change", "Runner", "in_float64", "movement"]
+
+# Positions, and output numbers, that one forward over several copies may hold.
+MOST_POSITIONS, MOST_NUMBERS = 1 << 13, 1 << 25
+
+
+class Change(NamedTuple):
+    """Put content number `content` at `sources`, bool (batch, position)."""
+
+    sources: Tensor
+    content: int
+
+
+class Runner:
+    """One model with one set of inputs, run again and again under equal conditions."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        inputs: Inputs,
+        contents: Sequence[Content],
+        restore: Callable[[], list[str]] = list,
+    ):
+        self.model, self.inputs, self.contents = model, inputs, list(contents)
+        self._restore, self._random = restore, random_state()
+        self._bases: dict[int, list[Output]] = {}
+        self.forwards = 0.0
+        self.failures: list[str] = []
+        self.copies = 1
+        # What the runs showed about the model: inputs edited, random numbers drawn, state changed.
+        self.edits: set[str] = set()
+        self.draws, self.state = False, list[str]()
+        self.single = False
+
+    def outputs(
+        self, inputs: Inputs | None = None, *, seed: int | None = None, restore: bool = True
+    ) -> list[Output]:
+        """Run once, from the same random state and the same model state each time."""
+        inputs = inputs or self.inputs
+        restore_random(self._random)
+        if seed is not None:
+            torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        self.forwards += inputs.batch / self.inputs.batch
+        try:
+            answer = call(self.model, inputs, self.edits)
+            self.draws |= not torch.equal(before, torch.get_rng_state())
+            return outputs_of(answer, inputs)
+        finally:
+            if restore:
+                self.state = self._restore() or self.state
+
+    def base(self, copies: int = 1) -> list[Output]:
+        """Outputs for the unchanged inputs, `copies` times side by side."""
+        if copies not in self._bases:
+            if len(self._bases) > 2:
+                self._bases.clear()
+            self._bases[copies] = self.outputs(self.inputs.repeat(copies))
+        return self._bases[copies]
+
+    def scale(self) -> float:
+        """The largest finite number among the outputs."""
+        sizes = [finite.abs().max().item() for finite in map(_finite, self.base()) if len(finite)]
+        return max(sizes, default=0.0)
+
+    def move(self, changes: Sequence[Change]) -> Iterator[Tensor | None]:
+        """For each change, how far each output (batch, position) moved; None where it failed."""
+        for start in range(0, len(changes), self.copies):
+            yield from self._move_together(changes[start : start + self.copies])
+
+    def changed(self, change: Change) -> Inputs:
+        """The inputs after a change."""
+        return splice(self.inputs, self.contents[change.content], change.sources)
+
+    def use_copies(self, wanted: int) -> bool:
+        """Turn on several copies a forward, if the samples of a batch do not see each other."""
+        numbers = sum(output.rows.numel() for output in self.base())
+        positions = self.inputs.batch * self.inputs.positions
+        copies = min(wanted, MOST_POSITIONS // positions, MOST_NUMBERS // max(numbers, 1))
+        if self.single or self.inputs.leaves[0].batch_axis is None or copies < 2:
+            return False
+        everything = torch.ones(self.inputs.batch, self.inputs.positions, dtype=torch.bool)
+        nothing = Change(torch.zeros_like(everything), 0)
+        changes = [
+            nothing,
+            *[Change(everything, n % len(self.contents)) for n in range(copies - 2)],
+        ]
+        self.copies = copies
+        try:
+            moved = self._together([*changes, nothing])
+            apart = bool((moved[0] == 0).all() and (moved[-1] == 0).all())
+        except Exception:  # the model may take one batch size only; runs of one copy decide then
+            apart = False
+        self.copies = copies if apart else 1
+        return apart
+
+    def _move_together(self, changes: Sequence[Change]) -> Iterator[Tensor | None]:
+        try:
+            yield from self._together(changes)
+            return
+        except Exception as error:
+            if len(changes) == 1:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                yield None
+                return
+        for change in changes:
+            yield from self._move_together([change])
+
+    def _together(self, changes: Sequence[Change]) -> list[Tensor]:
+        inputs = self.inputs.repeat(len(changes))
+        content = {
+            leaf.key: torch.cat([self.contents[c.content][leaf.key] for c in changes], axis)
+            if len(changes) > 1 and (axis := leaf.batch_axis) is not None
+            else self.contents[changes[0].content][leaf.key]
+            for leaf in self.inputs.leaves
+        }
+        sources = torch.cat([change.sources for change in changes])
+        outputs = self.outputs(splice(inputs, content, sources))
+        moved = movement(self.base(len(changes)), outputs)
+        return list(moved.reshape(len(changes), -1, moved.shape[-1]))
+
+    def floor(self) -> float:
+        """Measure what rounding can do: jitter every module's output by one unit in the last place."""
+        dtypes = {out.rows.dtype for out in self.base() if out.rows.is_floating_point()}
+        unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        sizes = [float(movement(self.base(), self.outputs()).max())]
+        if isinstance(self.model, nn.Module):
+            for number in range(2):
+                with _jittered(self.model, number):
+                    sizes.append(float(movement(self.base(), self.outputs()).max()))
+        # Several roundings a module, and only two draws of them.
+        return 8 * max(*sizes, unit * self.scale())
+
+
+def in_float64(runner: Runner) -> Runner | None:
+    """Make the same runner on a float64 copy of the model, or None where that cannot be."""
+    if not isinstance(runner.model, nn.Module):
+        return None
+    try:
+        model = copy.deepcopy(runner.model).double()
+        contents = [
+            {k: v.double() if v.is_floating_point() else v for k, v in content.items()}
+            for content in runner.contents
+        ]
+        double = Runner(model, runner.inputs.to(torch.float64), contents, Snapshot(model).restore)
+        double.single = runner.single
+        exact = any(out.rows.dtype == torch.float64 for out in double.base())
+    except Exception:  # any failure of a copy in another dtype says only that there is none
+        return None
+    return double if exact else None
+
+
+def movement(before: Sequence[Output], after: Sequence[Output]) -> Tensor:
+    """Give the largest change over all outputs of each (batch, position); inf for a new NaN."""
+    if [a.rows.shape for a in before] != [a.rows.shape for a in after]:
+        shapes = [tuple(a.rows.shape) for a in before], [tuple(a.rows.shape) for a in after]
+        raise RuntimeError(f"the outputs changed their shapes: {shapes[0]} became {shapes[1]}")
+    moves = [_moved(old.rows, new.rows) for old, new in zip(before, after, strict=True)]
+    return torch.stack(torch.broadcast_tensors(*moves)).amax(0).cpu()
+
+
+def _moved(old: Tensor, new: Tensor) -> Tensor:
+    if torch.equal(old, new):
+        return torch.zeros(old.shape[:2], dtype=torch.float64)
+    same = (old == new) | ((old != old) & (new != new))
+    if old.is_complex() or old.dtype.itemsize > 4:
+        size = (new - old).abs().double()
+    else:
+        size = (new.float() - old.float()).abs()
+    size = torch.where(same, 0.0, size).nan_to_num(torch.inf, torch.inf)
+    return size.amax(-1).double().cpu()
+
+
+def _finite(output: Output) -> Tensor:
+    rows = output.rows
+    return rows[torch.isfinite(rows)] if rows.is_floating_point() else rows.flatten()[:0]
+
+
+@contextmanager
+def _jittered(model: nn.Module, number: int) -> Iterator[None]:
+    generator = torch.Generator().manual_seed(number)
+
+    def jitter(_module: nn.Module, _args: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return None
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float32) * 2 - 1
+        return value * (1 + torch.finfo(value.dtype).eps * noise.to(value))
+
+    leaves = [module for module in model.modules() if not any(module.children())]
+    handles = [module.register_forward_hook(jitter) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,150 @@
+"""Prove it: does anything flow outside the edges that a mask allows?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead._audit import forms
+from clearhead._audit.changes import contents
+from clearhead._audit.judge import judge, probe
+from clearhead._audit.place import name_of
+from clearhead._audit.report import Finding, Report
+from clearhead._audit.runner import Runner
+from clearhead._audit.state import untouched
+from clearhead._audit.subject import read_inputs
+from clearhead._audit.trouble import look_for_trouble
+from clearhead.errors import type_error, value_error
+
+if TYPE_CHECKING:
+    from clearhead.masks import Mask
+
+__all__ = ["Finding", "Report", "assert_causal", "audit"]
+
+
+class Audit:
+    """Change inputs and see which outputs move: does anything flow outside the allowed edges?
+
+    >>> import clearhead as ch, torch
+    >>> from clearhead import masks
+    >>> running = lambda x: x.cumsum(1)  # each output is the sum of the inputs so far
+    >>> print(ch.audit(running, torch.randn(2, 5, 3)).ok)
+    True
+    >>> report = ch.audit(running, torch.randn(2, 5, 3), allowed=masks.window(2))
+    >>> report.ok, report.findings[0].source, report.findings[0].query
+    (False, 0, 2)
+
+    `inputs` is a tensor, a tuple of arguments, or a dict of keyword arguments; only token ids and
+    float inputs are changed, never masks or position ids (`change=` names others). `allowed` is a
+    Mask, or a bool tensor (query, source). `depth=n` composes it with itself over n layers: a
+    window of w over n layers reaches n * (w - 1) back. `budget=` is the largest number of changed
+    inputs to run; the report's `covered` says what share of the pairs was tested. `axis=` is the
+    axis of the positions (1 for token ids and (batch, position, ...) floats), `vocab=` the number
+    of tokens where no embedding tells it, `changes=` how many different contents each position is
+    given. `float64=False` judges in the model's own dtype, with a measured floor.
+
+    The other questions are `audit.padding`, `.batch`, `.documents`, `.generation` and `.modes`.
+    """
+
+    def __call__(
+        self,
+        model: Callable[..., Any],
+        inputs: Any,
+        allowed: Mask | Tensor | None = None,
+        *,
+        depth: int = 1,
+        budget: int | None = None,
+        axis: int | None = None,
+        vocab: int | None = None,
+        change: Sequence[int | str] | None = None,
+        changes: int = 2,
+        float64: bool = True,
+    ) -> Report:
+        """Test every forbidden pair (source, query); see the class."""
+        _check(model, depth, budget, changes)
+        if allowed is None:
+            from clearhead.masks import causal
+
+            allowed = causal()
+        read = read_inputs(inputs, axis=axis, change=change)
+        edges = _edges(allowed, read.positions, read.batch, depth)
+        report = Report(name_of(model), f"allowed: {_named(allowed, depth)}")
+        with untouched(model) as restore:
+            others = contents(model, read, changes, vocab)
+            runner = Runner(model, read, others, restore)
+            look_for_trouble(runner, report)
+            suspects = probe(runner, ~edges, report, budget)
+            judge(runner, suspects, ~edges, report, float64=float64)
+        report.trouble += sorted({f"fails on changed inputs: {text}" for text in runner.failures})
+        report.forwards = runner.forwards
+        if not report.pairs:
+            report.notes.append("nothing is forbidden at this size, so nothing could leak")
+        return report
+
+    padding = staticmethod(forms.padding)
+    batch = staticmethod(forms.batch)
+    documents = staticmethod(forms.documents)
+    generation = staticmethod(forms.generation)
+    modes = staticmethod(forms.modes)
+
+
+audit = Audit()
+
+
+def assert_causal(model: Callable[..., Any], inputs: Any, **options: Any) -> None:
+    """Raise an AssertionError, good enough to mend the model from, if any output sees the future.
+
+    >>> import clearhead as ch, torch
+    >>> ch.assert_causal(lambda x: x.cumsum(1), torch.randn(1, 4, 2))
+    >>> ch.assert_causal(lambda x: x - x.mean(1, keepdim=True), torch.randn(1, 4, 2))
+    ... # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    AssertionError: ...
+
+    Options are those of `audit`.
+    """
+    report = audit(model, inputs, **options)
+    if not report.ok or report.covered < 1:
+        raise AssertionError(f"\n{report}")
+
+
+def _check(model: object, depth: int, budget: int | None, changes: int) -> None:
+    if not callable(model):
+        raise type_error("model", "must be a module or a function", got=type(model).__name__)
+    for name, value in (("depth", depth), ("budget", budget), ("changes", changes)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise value_error(name, "must be a whole number of at least 1", got=repr(value))
+
+
+def _edges(allowed: Mask | Tensor, positions: int, batch: int, depth: int) -> Tensor:
+    """Give (batch or 1, query, source) bool: what may reach what, over `depth` layers."""
+    if isinstance(allowed, Tensor):
+        if allowed.dtype != torch.bool:
+            raise type_error("allowed", "must be a Mask or a bool tensor", got=str(allowed.dtype))
+        edges = allowed
+    else:
+        edges = allowed.dense(positions, positions, batch=batch)
+    if edges.ndim == 4:
+        edges = edges.any(1)
+    if edges.ndim == 2:
+        edges = edges[None]
+    if edges.shape[-2:] != (positions, positions) or edges.shape[0] not in (1, batch):
+        raise value_error(
+            "allowed",
+            "must have one row and one column for each position of the inputs",
+            shapes={"allowed": edges, "positions": (positions,), "batch": (batch,)},
+        )
+    edges = edges.cpu()
+    # A residual connection lets each position keep what it has, so each layer adds the diagonal.
+    step = (edges | torch.eye(positions, dtype=torch.bool)).float()
+    for _ in range(depth - 1):
+        edges = (step @ edges.float()) > 0
+    return edges
+
+
+def _named(allowed: Mask | Tensor, depth: int) -> str:
+    name = "a bool tensor" if isinstance(allowed, Tensor) else repr(allowed)
+    return name if depth == 1 else f"{name} over {depth} layers"
