@@ -41,7 +41,7 @@ class Implementation:
 
 
 def installed(name: str) -> bool:
-    found = [module for module in _impl.implementations() if module.NAME == name]
+    found = [module for module in _impl.implementations() if name == module.NAME]
     return bool(found) and getattr(found[0], "installed", lambda: True)()
 
 

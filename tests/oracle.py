@@ -62,7 +62,7 @@ def attend(
     group = heads // max(key.shape[-3], 1)
     with np.errstate(all="ignore"):
         for where in np.ndindex(*batch, heads, rows):
-            *lead, head, row = where
+            *lead, head, _row = where
             at = (*lead, head // group)
             use = [j for j in range(sources) if allowed[where][j] and bias[where][j] != -math.inf]
             logits = []

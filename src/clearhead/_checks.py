@@ -97,14 +97,14 @@ def _wrong_shape(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
             "has the batch sizes of query",
             got=f"{k[: -3 if len(q) > 3 else 1]} beside {q[: -3 if len(q) > 3 else 1]}",
             shapes=shapes,
-            hint="expand key and value along the batch; 3-D tensors are (batch, position, head_dim)",
+            hint="expand key and value to that batch; 3-D tensors are (batch, position, head_dim)",
         )
     return value_error(
         "query",
         "has a whole multiple of the heads of key",
         got=f"{q[-3]} query heads and {k[-3]} source heads",
         shapes=shapes,
-        hint="tensors are (*batch, head, position, head_dim); perhaps two axes need transpose(1, 2)",
+        hint="axes are (*batch, head, position, head_dim): is a transpose(1, 2) missing?",
     )
 
 
@@ -165,8 +165,8 @@ def _maps_fit(maps: int, problem: Problem) -> None:
             "weights and scores of all edges must fit in memory",
             got=f"{needed:,} bytes, with {free:,} free",
             shapes={"weights": (*lead, source)},
-            hint="ask for what you need of them: Rows(queries), TopK(k), Received(), BlockMap(cells), "
-            "Mass(edges), Entropy(), LogSumExp() take no such memory",
+            hint="ask for what you need of them: Rows(queries), TopK(k), Received(), Mass(edges), "
+            "BlockMap(cells), Entropy() and LogSumExp() take no such memory",
         )
 
 
@@ -222,7 +222,7 @@ def mask(given: Any, query: Tensor, problem: Problem) -> Mask:
 
 def _no_bool(given: Tensor) -> TypeError:
     if given.is_floating_point():
-        hint = "pass it as bias= to add it to the scores, or convert a 0/-inf mask by masks.from_additive"
+        hint = "pass it as bias= to add it to the scores; masks.from_additive reads a 0/-inf mask"
     else:
         hint = "say which number means may attend, for example mask == 1"
     return type_error(
@@ -269,8 +269,8 @@ def _flat_batch(whole: Tensor, problem: Problem) -> Tensor:
     whole = whole.expand(*whole.shape[:-2], query, source)
     if whole.ndim == 3:
         return whole.unsqueeze(0)
-    if whole.ndim == 4:
-        return whole
+    if all(size == 1 for size in whole.shape[:-3]):
+        return whole.reshape(1, *whole.shape[-3:])
     return whole.expand(*problem.query.shape[:-3], *whole.shape[-3:]).flatten(0, -4)
 
 

@@ -33,7 +33,7 @@ def choose(problem: Problem, read: tuple[Reading, ...], impl: str | None) -> Mod
         if impl is None:
             if not module.unsupported_reasons(problem, read):
                 return module
-        elif module.NAME == impl:
+        elif impl == module.NAME:
             return _forced(module, problem, read)
     names = ", ".join(module.NAME for module in implementations())
     raise value_error("impl", f"is one of {names}, or None for the first that can serve", got=impl)
