@@ -1,0 +1,1 @@
+"""How the attention calls of a model are intercepted, read and put together."""

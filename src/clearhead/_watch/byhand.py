@@ -1,0 +1,235 @@
+"""Attention written as matmul, softmax, matmul: recognised from the calls themselves."""
+
+from __future__ import annotations
+
+import string
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from clearhead._watch.call import Call
+from clearhead._watch.trace import Origin, Softmax, tensors
+
+if TYPE_CHECKING:
+    from clearhead._watch.intercept import Interceptor
+
+__all__ = ["product", "softmax"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes of weights, values and context of one product lie."""
+
+    weights: tuple[int, ...]  # the permutation to (lead..., query, source)
+    context: tuple[int, ...]  # the permutation to (lead..., query, value_dim)
+    value: Tensor  # already (lead or 1..., source, value_dim)
+
+
+def softmax(
+    seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
+) -> Tensor:
+    """Run a softmax of scores, and remember it until its weights meet a value."""
+    scores = args[0] if args else kwargs["input"]
+    dim = kwargs["dim"] if "dim" in kwargs else (args[1] if len(args) > 1 else None)
+    dim = -1 if dim is None else dim
+    heads = origin.heads or seer.folded if scores.ndim == 3 else None
+    if dim in (-1, scores.ndim - 1):
+        lead, shape = _lead(scores.shape[:-2], heads, False), scores.shape[-2:]
+        seen = seer.place(Call(None, None, None, how="by hand"), *_pair(origin), count=False)
+        with torch._C.DisableTorchFunction():
+            changed = seer.handler.scores(seen.but(scores=scores.reshape(*lead, *shape)))
+        if changed is not None:
+            scores = changed.reshape(scores.shape)
+            args, kwargs = (scores, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
+    weights = func(*args, **kwargs)
+    query, key = _pair(origin)
+    found = Softmax(scores, weights, dim % scores.ndim, query, key, heads)
+    found.module = seer.running
+    seer.pending[id(found)] = found.module
+    seer.trace.mark(weights, Origin(origin.root, softmax=found))
+    return weights
+
+
+def _pair(origin: Origin) -> tuple[Tensor | None, Tensor | None]:
+    left, right = origin.product or (lambda: None, lambda: None)
+    return left(), right()
+
+
+def product(seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a matrix product; the second one of an attention is told to the handler."""
+    out = func(*args, **kwargs)
+    operands = [x for x in tensors((args, kwargs))][-2:]
+    if len(operands) < 2 or not seer.listening or not out.is_floating_point():
+        seer.trace.follow(func, args, kwargs, out)
+        return out
+    for at, weights in enumerate(operands):
+        origin = seer.trace.origin(weights)
+        if origin is not None and origin.softmax is not None and not origin.softmax.taken:
+            return _attention(seer, func, args, origin, weights, operands[1 - at], at, out)
+    if any(_fixed(x) for x in operands):
+        seer.trace.follow(func, args, kwargs, out)
+        return out
+    pair = tuple(weakref.ref(x) for x in operands)
+    known = seer.trace.origin(operands[0]) or seer.trace.origin(operands[1])
+    roots = known.root if known else seer.trace.root(operands[0])
+    heads = known.heads if known else None
+    seer.trace.mark(out, Origin(roots, product=pair, heads=heads))
+    return out
+
+
+def _fixed(x: Tensor) -> bool:
+    """Whether an operand is a parameter: then the product is a projection."""
+    return isinstance(x, Parameter) or (isinstance(x._base, Parameter) and x.ndim <= 2)
+
+
+def _attention(
+    seer: Interceptor,
+    func: Any,
+    args: tuple[Any, ...],
+    origin: Origin,
+    weights: Tensor,
+    value: Tensor,
+    at: int,
+    out: Tensor,
+) -> Tensor:
+    found = origin.softmax
+    assert found is not None
+    layout = _layout(func, args, origin, weights, value, at, out)
+    if isinstance(layout, str):
+        seer.handler.unseen(found.module, layout)
+        seer.pending.pop(id(found), None)
+        return out
+    found.taken = True
+    seer.pending.pop(id(found), None)
+    folded = [x.permute(layout.weights) for x in (found.scores, found.weights)]
+    sources = layout.value.shape[-2]
+    lead = folded[0].shape[:-2]
+    four = _lead(lead, found.heads, _groups(layout.value, lead))
+    scores, made = (x.reshape(*four, *x.shape[-2:]) for x in folded)
+    with torch.no_grad():
+        lse = torch.logsumexp(scores.float() if scores.dtype != torch.float64 else scores, -1)
+    spread = layout.value.expand(*lead, *layout.value.shape[-2:])
+    call = Call(
+        None,
+        seer.frames[-1].key if seer.frames else None,
+        spread.reshape(*four, *spread.shape[-2:]),
+        scores=scores[..., :sources],
+        weights=made[..., :sources],
+        lse=lse,
+        dropout=float(origin.dropped),
+        how="by hand",
+    )
+    call = seer.place(call, found.query, found.key)
+    there = out.permute(layout.context)
+    context = there.reshape(*four, *there.shape[-2:])
+    with torch._C.DisableTorchFunction():
+        changed = seer.handler.after(call, context)
+    if changed is not None:
+        back = [layout.context.index(axis) for axis in range(out.ndim)]
+        out = changed.reshape(there.shape).permute(back)
+    found.scores = found.weights = out.new_empty(0)
+    found.query = found.key = None
+    seer.saw()
+    seer.trace.mark(out, Origin(origin.root))
+    return out
+
+
+def _lead(lead: torch.Size, heads: int | None, groups: bool) -> tuple[int, int]:
+    """Turn the axes before (query, source) into exactly a batch and a head axis."""
+    sizes = list(lead)
+    if len(sizes) == 1:
+        heads = heads if heads and sizes[0] % heads == 0 else 1
+        return sizes[0] // heads, heads
+    if not sizes:
+        return 1, 1
+    if groups:
+        return _prod(sizes[:-2]), sizes[-2] * sizes[-1]
+    return _prod(sizes[:-1]), sizes[-1]
+
+
+def _groups(value: Tensor, lead: torch.Size) -> bool:
+    """Whether the last of three lead axes is a group of heads that share one value."""
+    if len(lead) < 3 or lead[-1] == 1 or value.ndim < 3:
+        return False
+    return value.shape[-3] == 1 or value.stride(-3) == 0
+
+
+def _prod(sizes: list[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _layout(
+    func: Any,
+    args: tuple[Any, ...],
+    origin: Origin,
+    weights: Tensor,
+    value: Tensor,
+    at: int,
+    out: Tensor,
+) -> Layout | str:
+    """Find the axes, or say why the product is no attention that can be seen."""
+    found = origin.softmax
+    assert found is not None
+    if func is torch.einsum:
+        return _einsum(args, found, weights, value, at, out)
+    if weights.ndim < 2 or value.ndim < 2:
+        return "its weights meet a vector"
+    same = tuple(range(weights.ndim))
+    last = found.dim == found.scores.ndim - 1
+    if not last:
+        return f"its softmax runs over axis {found.dim}, which is not that of the sources"
+    if weights.ndim != found.scores.ndim:
+        return "its weights were reshaped between softmax and value"
+    if at == 0 and not origin.swapped:
+        return Layout(same, tuple(range(out.ndim)), value)
+    if at == 1 and origin.swapped:
+        turned = (*range(out.ndim - 2), out.ndim - 1, out.ndim - 2)
+        return Layout(same, turned, value.mT)
+    return "its weights are multiplied from the other side than the softmax normalised"
+
+
+def _einsum(
+    args: tuple[Any, ...], found: Softmax, weights: Tensor, value: Tensor, at: int, out: Tensor
+) -> Layout | str:
+    equation = args[0]
+    if not isinstance(equation, str) or len(list(tensors(args[1:]))) != 2:
+        return "its einsum has other than two operands"
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    subs = inputs.split(",")
+    ours, theirs = _spell(subs[at], weights.ndim), _spell(subs[1 - at], value.ndim)
+    result = _spell(output, out.ndim) if arrow else ""
+    source = [x for x in ours if x in theirs and x not in result]
+    query = [x for x in ours if x in result and x not in theirs]
+    width = [x for x in theirs if x in result and x not in ours]
+    if not (len(source) == len(query) == len(width) == 1):
+        return f"its einsum {equation!r} is no mixture of values by weights"
+    if weights.ndim != found.scores.ndim or found.dim != ours.index(source[0]):
+        return "its softmax does not run over the axis that is summed"
+    lead = [x for x in ours if x not in (source[0], query[0])]
+    order = [x for x in (*lead, source[0], width[0]) if x in theirs]
+    placed = value.permute([theirs.index(x) for x in order])
+    for axis, x in enumerate(lead):
+        if x not in theirs:
+            placed = placed.unsqueeze(axis)
+    return Layout(
+        tuple(ours.index(x) for x in (*lead, query[0], source[0])),
+        tuple(result.index(x) for x in (*lead, query[0], width[0])),
+        placed,
+    )
+
+
+def _spell(subscripts: str, ndim: int) -> str:
+    """Write letters for an ellipsis, the same ones counted from the right."""
+    if "..." not in subscripts:
+        return subscripts
+    missing = ndim - len(subscripts.replace("...", ""))
+    letters = [x for x in reversed(string.ascii_letters)][:missing]
+    return subscripts.replace("...", "".join(reversed(letters)))
+

@@ -1,0 +1,227 @@
+"""The mode that sees every attention call of a model, and lets a handler look at it or change it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from clearhead._watch import byhand
+from clearhead._watch import call as calls
+from clearhead._watch.call import Additive, Call
+from clearhead._watch.modules import Modules
+from clearhead._watch.trace import PRODUCTS, SOFTMAXES, Origin, Trace
+
+__all__ = ["Handler", "Interceptor"]
+
+
+class Handler:
+    """What is done with a call: look only, or answer in its place.
+
+    `scores` is asked of attention written by hand, before the softmax; `before` of every other
+    call, before its kernel. Both may answer None: the model goes its own way. `after` sees the
+    context, and may answer another one. All tensors are `(batch, head, position, ...)`.
+    """
+
+    def scores(self, call: Call) -> Tensor | None:
+        """Answer other scores for attention written by hand."""
+
+    def before(self, call: Call) -> Tensor | None:
+        """Answer the context in the place of the model's own kernel."""
+
+    def after(self, call: Call, context: Tensor) -> Tensor | None:
+        """Look at the context that was made, and answer another one or None."""
+
+    def unseen(self, module: str, reason: str) -> None:
+        """Hear of a call that looks like attention and cannot be seen."""
+
+
+class Interceptor(TorchFunctionMode):
+    """Watches the torch calls of one thread inside a `with` block and tells the handler."""
+
+    def __init__(self, handler: Handler, modules: Modules) -> None:
+        self.handler = handler
+        self.modules = modules
+        self.trace = Trace()
+        self.frames: list[Frame] = []
+        self._thread = threading.get_ident()
+        self.pending: dict[int, str] = {}
+        self._layers: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._kinds: dict[str, str] = {}
+        self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SPECIAL:
+            return _SPECIAL[func](self, func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.trace.follow(func, args, kwargs, out)
+        return out
+
+    def sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle `F.scaled_dot_product_attention`."""
+        if not self.listening:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = given["query"], given["key"], given["value"]
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+        shape = (*lead, *query.shape[-3:-1], value.shape[-1])
+        with quiet():
+            call = calls.from_sdpa(**self._unpacked(given), split=self.split)
+        return self.fused(self.place(call, query, key), lambda: func(*args, **kwargs), shape)
+
+    def fused(self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Run a call whose weights are never made, and whose context has the given shape."""
+        with quiet():
+            other = self.handler.before(call)
+        context = run() if other is None else other.reshape(shape)
+        assert call.query is not None and call.value is not None
+        four = (*call.query.shape[:3], call.value.shape[-1])
+        with quiet():
+            changed = self.handler.after(call, context.reshape(four))
+        if changed is not None:
+            context = changed.reshape(shape)
+        self.saw()
+        self.trace.mark(context, Origin(self.trace.root(call.query)))
+        return context
+
+    def multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle `F.multi_head_attention_forward`: run its body, so that its calls are seen."""
+        heads = kwargs["num_heads"] if "num_heads" in kwargs else args[4]
+        _folded.append(heads)
+        try:
+            with self:
+                return _body(func)(*args, **kwargs)
+        finally:
+            _folded.pop()
+
+    def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a softmax: of a product of two activations it may be attention by hand."""
+        scores = args[0] if args else kwargs["input"]
+        origin = self.trace.origin(scores)
+        if origin is None or origin.product is None or not self.listening:
+            out = func(*args, **kwargs)
+            self.trace.follow(func, args, kwargs, out)
+            return out
+        return byhand.softmax(self, func, args, kwargs, origin)
+
+    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a matrix product: the first or the second one of attention by hand."""
+        return byhand.product(self, func, args, kwargs)
+
+    @property
+    def here(self) -> bool:
+        """Whether the code runs in the thread that watches."""
+        return threading.get_ident() == self._thread
+
+    @property
+    def listening(self) -> bool:
+        """Whether a call made now belongs to the model, and is no second run of a checkpoint."""
+        return self.modules.active and torch._C._current_graph_task_id() == -1
+
+    @property
+    def running(self) -> str:
+        """The dotted name of the module that makes a call now."""
+        return self.frames[-1].name if self.frames else self.modules.current
+
+    @property
+    def folded(self) -> int | None:
+        """How many heads torch's own multi-head function folds into the batch, inside it."""
+        return _folded[-1] if _folded else None
+
+    def saw(self) -> None:
+        """Note that the call in progress of an attention interface has been seen."""
+        if self.frames:
+            self.frames[-1].seen = True
+
+    def place(self, call: Call, query: Any = None, key: Any = None, *, count: bool = True) -> Call:
+        """Give the call its module, layer, number and kind."""
+        module = self.running
+        layer = self._layers.get(module, len(self._layers))
+        number = self._calls.get(module, -1) + 1
+        if count:
+            self._layers[module], self._calls[module] = layer, number
+        kind = self._kind(module, query, key)
+        return call.but(module=module, layer=layer, call=number, kind=kind)
+
+    def _kind(self, module: str, query: Any, key: Any) -> str:
+        """Tell self from cross attention by whether query and key descend from one input."""
+        named = self.modules.says_cross(module)
+        if named is not None:
+            return "cross" if named else "self"
+        left, right = self.trace.origin(query), self.trace.origin(key)
+        if left is None or right is None:
+            return self._kinds.get(module, "self")
+        kind = "self" if left.root == right.root else "cross"
+        return self._kinds.setdefault(module, kind)
+
+    def _unpacked(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Undo what `transformers` does to grouped heads: keys repeated, or queries packed."""
+        frame = self.frames[-1] if self.frames else None
+        query, key, mask = given["query"], given["key"], given.get("attn_mask")
+        if frame is None or not frame.own or frame.key.shape[1] == frame.query.shape[1]:
+            return given
+        if query.shape != frame.query.shape:
+            # one query a head, the heads of a group laid along the query axis
+            query = frame.query
+            if mask is not None and mask.shape[1] != 1:
+                mask = mask.reshape(mask.shape[0], query.shape[1], 1, mask.shape[-1])
+        key, value = (x[:, :, : key.shape[2]] for x in (frame.key, frame.value))
+        changes = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        return {**given, **changes, "enable_gqa": True}
+
+    def split(self, mask: Tensor) -> Additive:
+        """Tell blocked entries from a bias, once for a mask that many layers share."""
+        found = self._split.get(id(mask))
+        if found is None or found[0]() is not mask or found[1] != mask._version:
+            found = (weakref.ref(mask), mask._version, calls.split_additive(mask))
+            self._split[id(mask)] = found
+        return found[2]
+
+
+class Frame:
+    """One call through the attention interface of `transformers`: its tensors before any repeat."""
+
+    def __init__(self, name: str, own: bool, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.name = name
+        self.own = own
+        self.query, self.key, self.value = query, key, value
+        self.seen = False
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Compute outside the watched world: no modes, no autocast."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+def _body(func: Any) -> Any:
+    """Copy a function of torch so that it asks for no override: its body runs under the mode."""
+    world = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    copy = types.FunctionType(func.__code__, world, func.__name__, func.__defaults__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# How many heads torch folds into the batch, innermost call last.
+_folded: list[int] = []
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: Interceptor.sdpa,
+    F.multi_head_attention_forward: Interceptor.multi_head,
+    **dict.fromkeys(SOFTMAXES, Interceptor.softmax),
+    **dict.fromkeys(PRODUCTS, Interceptor.product),
+}

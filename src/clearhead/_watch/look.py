@@ -1,0 +1,182 @@
+"""Readings of a captured call: of all of its rows, or of chosen heads and rows only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead import masks
+from clearhead._impl.problem import Sizes
+from clearhead._watch.call import Call
+from clearhead.masks import Mask
+from clearhead.readings import Reading, Scores, Strip, Weights
+
+__all__ = ["allowed", "choose_heads", "difference", "mask_of", "read", "strip"]
+
+# Numbers in one strip of scores: 4 MiB of float32.
+_STRIP = 1 << 20
+
+
+def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
+    """Give one value for each reading; with `queries`, of those rows of the weight map only."""
+    if queries is None and call.scores is None and call.query is not None:
+        from clearhead._impl import tiled
+
+        if not tiled.unsupported_reasons(call.problem, tuple(wanted)):
+            return tiled.readings_only(call.problem, tuple(wanted))
+    total = call.sizes[2]
+    rows = list(range(total)) if queries is None else sorted({row % total for row in queries})
+    for reading in wanted:
+        reading.check(_sizes(call))
+    parts: list[Any] = [None] * len(wanted)
+    for piece in _strips(call, rows):
+        for at, reading in enumerate(wanted):
+            part = reading.part(piece)
+            parts[at] = part if parts[at] is None else reading.merge(parts[at], part)
+    return [_finish(*pair, queries) for pair in zip(wanted, parts, strict=True)]
+
+
+def _finish(reading: Reading, part: Any, queries: Sequence[int] | None) -> Any:
+    if queries is not None and isinstance(reading, (Weights, Scores)):
+        # of chosen rows only: the rest of the map is never made
+        return torch.cat([piece for _, _, piece in part.pieces], -2)
+    return reading.finish(part)
+
+
+def _strips(call: Call, rows: list[int]) -> Iterator[Strip]:
+    batch, heads, _, source = call.sizes
+    step = max(1, _STRIP // max(1, batch * heads * source))
+    for start in range(0, max(len(rows), 1), step):
+        yield strip(call, rows[start : start + step])
+
+
+def _sizes(call: Call) -> Sizes:
+    batch, heads, query, source = call.sizes
+    return Sizes(query, source, batch, heads)
+
+
+def strip(call: Call, rows: Sequence[int]) -> Strip:
+    """Weigh some rows of the call, ascending, over all of its sources."""
+    if call.scores is not None:
+        return _given(call, rows)
+    assert call.query is not None and call.key is not None
+    device, source = call.query.device, call.key.shape[2]
+    at = torch.tensor(list(rows), dtype=torch.int64, device=device)
+    columns = torch.arange(source, device=device)
+    scores = _scores(call, at, columns)
+    logits = scores
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).reshape(-1, 1, 1)
+        logits = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    lse = torch.logsumexp(logits, -1)
+    return Strip.of(scores, lse=lse, queries=at, query=call.sizes[2], source=source)
+
+
+def _scores(call: Call, at: Tensor, columns: Tensor) -> Tensor:
+    assert call.query is not None and call.key is not None
+    problem = call.problem
+    batch, heads, _, width = call.query.shape
+    shared = call.key.shape[1]
+    query = call.query[:, :, at].to(problem.dtype).reshape(batch, shared, -1, width)
+    scores = (query @ call.key.to(problem.dtype).mT).reshape(batch, heads, len(at), len(columns))
+    scores = scores * problem.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.bias is not None:
+        rows = call.bias if call.bias.shape[-2] == 1 else call.bias[..., at, :]
+        scores = scores + rows.to(problem.dtype)
+    if call.mask is not None:
+        edges = call.mask.tile(at, columns, _sizes(call))
+        scores = scores.masked_fill(~edges, -math.inf)
+    return scores
+
+
+def _given(call: Call, rows: Sequence[int]) -> Strip:
+    """Take rows of a weight map that the model made itself."""
+    assert call.scores is not None and call.weights is not None and call.lse is not None
+    at = torch.tensor(list(rows), dtype=torch.int64, device=call.scores.device)
+    raw = call.scores[:, :, at]
+    scores = raw.double() if raw.dtype == torch.float64 else raw.float()
+    weights = call.weights[:, :, at].to(scores.dtype)
+    scores = scores.masked_fill(~allowed(raw), -math.inf)
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    lse = call.lse[:, :, at]
+    return Strip(scores, weights, lse, at, columns, call.sizes[2], call.sizes[3])
+
+
+def allowed(scores: Tensor) -> Tensor:
+    """Tell which scores a model has masked: -inf, or about the lowest finite number of its dtype.
+
+    In a row where all are that low the finite constant masks nothing: the softmax is uniform.
+    """
+    low = torch.finfo(scores.dtype).min / 2
+    open_edges = scores > low
+    swamped = ~open_edges.any(-1, keepdim=True) & (scores > -math.inf).all(-1, keepdim=True)
+    return open_edges | swamped | scores.isnan()
+
+
+def choose_heads(call: Call, heads: Sequence[int]) -> Call:
+    """Keep some (query) heads of a call, in the order given."""
+    at = list(heads)
+    if call.scores is not None:
+        assert call.weights is not None and call.lse is not None
+        value = None if call.value is None else call.value[:, at]
+        return call.but(
+            scores=call.scores[:, at],
+            weights=call.weights[:, at],
+            lse=call.lse[:, at],
+            value=value,
+        )
+    assert call.query is not None and call.key is not None and call.value is not None
+    group = call.query.shape[1] // call.key.shape[1]
+    shared = [head // group for head in at]
+    return call.but(
+        query=call.query[:, at],
+        key=call.key[:, shared],
+        value=call.value[:, shared],
+        mask=_heads_of(call, at),
+        bias=call.bias if call.bias is None or call.bias.shape[1] == 1 else call.bias[:, at],
+        sinks=None if call.sinks is None else call.sinks[at],
+    )
+
+
+def _heads_of(call: Call, at: list[int]) -> Any:
+    if call.mask is None:
+        return None
+    if call.mask.own.head in (None, 1):
+        return call.mask
+    sizes, device = _sizes(call), call.query.device if call.query is not None else None
+    dense = call.mask.dense(
+        sizes.query, sizes.source, batch=sizes.batch, head=sizes.head, device=device
+    )
+    return masks.dense(dense[:, at])
+
+
+def difference(call: Call, context: Tensor, rows: Sequence[int]) -> float | None:
+    """Recompute sampled rows and give the largest difference from the model's own context."""
+    if call.dropout or call.value is None or not rows or not context.numel():
+        return None
+    piece = strip(call, rows)
+    batch, heads, _, source = piece.weights.shape
+    value = call.value.to(piece.weights.dtype)
+    shared = value.shape[1]
+    weights = piece.weights.reshape(batch, shared, -1, source)
+    again = (weights @ value).reshape(batch, heads, len(rows), -1)
+    own = context[:, :, list(rows)].to(again.dtype)
+    return float((again - own).abs().max())
+
+
+def mask_of(call: Call) -> Mask | None:
+    """Give the edges that the call allows; None where it allows all."""
+    if call.scores is None:
+        return call.mask
+    edges = allowed(call.scores)
+    if bool(edges.all()):
+        return None
+    same = edges[:1] if bool((edges == edges[:1]).all()) else edges
+    same = same[:, :1] if bool((same == same[:, :1]).all()) else same
+    return masks.dense(same)

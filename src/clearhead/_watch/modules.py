@@ -1,0 +1,116 @@
+"""Which module of the model is running: forward hooks that are taken away again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Modules"]
+
+_CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", "encoder_attn")
+
+
+class Modules:
+    """The stack of running modules of one model, in the thread that watches it.
+
+    For a plain function there are no modules: every call counts, under the empty name.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.names: dict[int, str] = {}
+        self.ran: set[str] = set()
+        self.elsewhere: set[str] = set()
+        self.on_generate: Callable[..., Any] = lambda args, kwargs: contextlib.nullcontext()
+        self.on_forward: Callable[[], None] = lambda: None
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._thread = threading.get_ident()
+        if isinstance(model, nn.Module):
+            self._modules = dict(model.named_modules())
+            self.names = {id(module): name for name, module in self._modules.items()}
+        else:
+            self._modules = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether a call made now is the model's."""
+        return bool(self._stack) or not self._modules
+
+    @property
+    def current(self) -> str:
+        """The dotted name of the innermost running module."""
+        return self._stack[-1] if self._stack else ""
+
+    def named(self, module: Any) -> str:
+        """Give the dotted name of a module of the model."""
+        return self.names.get(id(module), self.current)
+
+    def says_cross(self, name: str) -> bool | None:
+        """Say what the module's own name or attribute calls its attention, where it does."""
+        module = self._modules.get(name)
+        flag = getattr(module, "is_cross_attention", None)
+        if isinstance(flag, bool):
+            return flag
+        leaf = name.lower()
+        return True if any(word in leaf for word in _CROSS) else None
+
+    def __enter__(self) -> Modules:
+        if isinstance(self.model, nn.Module) and callable(getattr(self.model, "generate", None)):
+            # set beside the module's parameters, past its __setattr__, and taken away on exit
+            self.model.__dict__["generate"] = self._generating(self.model.generate)
+        for name, module in self._modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+            self._handles.append(
+                module.register_forward_hook(self._leaving(name), always_call=True)
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self.model, nn.Module):
+            own = self.model.__dict__.pop("generate", None)
+            if getattr(own, "replaced", None) is not None:
+                self.model.__dict__["generate"] = own.replaced
+        while self._handles:
+            self._handles.pop().remove()
+        self._stack.clear()
+
+    def _generating(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return own(*args, **kwargs)
+            with self.on_generate(args, kwargs):
+                return own(*args, **kwargs)
+
+        generate.replaced = self.model.__dict__.get("generate")  # pyright: ignore
+        return generate
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if threading.get_ident() != self._thread:
+                self.elsewhere.add(name)
+                return
+            self.ran.add(name)
+            self._stack.append(name)
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            if threading.get_ident() != self._thread or name not in self._stack:
+                return
+            while self._stack.pop() != name:
+                pass
+            if not self._stack:
+                self.on_forward()
+
+        return leave

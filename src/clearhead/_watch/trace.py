@@ -1,0 +1,178 @@
+"""Where tensors come from, followed through the calls: how attention by hand is recognised."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+__all__ = ["PRODUCTS", "SOFTMAXES", "Origin", "Softmax", "Trace", "tensors"]
+
+PRODUCTS = {
+    torch.matmul,
+    torch.bmm,
+    torch.mm,
+    torch.baddbmm,
+    torch.einsum,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.Tensor.bmm,
+    torch.Tensor.mm,
+    torch.Tensor.baddbmm,
+}
+SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax, torch._softmax}
+_INSERTS = {torch.cat, torch.concat, torch.Tensor.index_copy_, torch.Tensor.copy_}
+_INSERTS |= {torch.Tensor.index_copy, torch.Tensor.__setitem__, torch.Tensor.scatter_}
+_FORGET = {torch.nn.functional.embedding, torch.argmax, torch.Tensor.argmax}
+_DROPOUTS = {F.dropout, F.dropout1d, F.alpha_dropout, torch.dropout}
+_SWAPS = {torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute}
+_SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten}
+
+
+@dataclass(eq=False)
+class Softmax:
+    """A softmax over the product of two activations: attention, once its result meets a value."""
+
+    scores: Tensor  # as the model gave them to the softmax
+    weights: Tensor
+    dim: int
+    query: Tensor | None
+    key: Tensor | None
+    heads: int | None
+    module: Any = None
+    taken: bool = False
+    flags: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of a tensor: the input it descends from, and its part in an attention."""
+
+    root: int
+    product: tuple[Any, Any] | None = None  # weak references to query and key
+    softmax: Softmax | None = None
+    swapped: bool = False  # the last two axes stand the other way round
+    heads: int | None = None  # the head axis that was folded into the batch
+    dropped: bool = False
+
+
+class Trace:
+    """A table from live tensors to their origins; it keeps no tensor alive but softmax results."""
+
+    def __init__(self) -> None:
+        self._table: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
+        self._roots = 0
+
+    def origin(self, tensor: object) -> Origin | None:
+        """Look a tensor up."""
+        found = self._table.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def mark(self, tensor: Tensor, origin: Origin) -> None:
+        """Set the origin of a tensor."""
+        key, table = id(tensor), self._table
+
+        def forget(ref: weakref.ref[Tensor]) -> None:
+            if key in table and table[key][0] is ref:
+                del table[key]
+
+        table[key] = (weakref.ref(tensor, forget), origin)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._table.clear()
+
+    def root(self, *found: object) -> int:
+        """Give the root of the first known tensor; an unknown activation becomes a root itself."""
+        for tensor in found:
+            origin = self.origin(tensor)
+            if origin is not None:
+                return origin.root
+        self._roots += 1
+        for tensor in found:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, Parameter):
+                self.mark(tensor, Origin(self._roots))
+        return self._roots
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Let the result of a call inherit the origin of its (first) known argument."""
+        if not isinstance(out, (Tensor, tuple, list)):
+            return
+        known = None
+        for tensor in tensors((args, kwargs) if kwargs else args):
+            origin = self.origin(tensor)
+            if origin is None:
+                continue
+            if known is None or func in _INSERTS or (origin.softmax and not known.softmax):
+                known = origin
+        if known is None:
+            known = self._begin(func, args, kwargs)
+            if known is None:
+                return
+        if func in _FORGET:
+            known = Origin(known.root)
+        elif func in _DROPOUTS and _drops(*args, **kwargs):
+            known = replace(known, dropped=True)
+        source = args[0] if args and isinstance(args[0], Tensor) else None
+        for tensor in tensors(out):
+            if tensor.is_floating_point():
+                self.mark(tensor, _inherit(known, func, source, tensor))
+
+    def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Origin | None:
+        """Start a line of descent where an unknown activation meets a parameter."""
+        if func is F.embedding:
+            self._roots += 1
+            return Origin(self._roots)
+        found = list(tensors((args, kwargs)))
+        if not any(isinstance(x, Parameter) for x in found):
+            return None
+        activations = [x for x in found if not isinstance(x, Parameter) and x.is_floating_point()]
+        return Origin(self.root(*activations[:1])) if activations else None
+
+
+def _inherit(known: Origin, func: Any, source: Tensor | None, out: Tensor) -> Origin:
+    if source is None:
+        return known
+    if func in _SWAPS or out.shape != source.shape:
+        last = source.shape[-2:]
+        swap = func in _SWAPS and _swaps(source, out)
+        if swap:
+            known = replace(known, swapped=not known.swapped)
+        elif func in _SHAPES and source.ndim == 4 and out.ndim == 3 and out.shape[1:] == last:
+            known = replace(known, heads=source.shape[1])
+    return known
+
+
+def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Whether a call of dropout, with these arguments, drops anything."""
+    return p > 0 and training
+
+
+def _swaps(source: Tensor, out: Tensor) -> bool:
+    """Whether a transposition exchanged the last two axes and nothing else."""
+    if source.ndim != out.ndim or source.ndim < 2:
+        return False
+    strides = list(source.stride())
+    strides[-1], strides[-2] = strides[-2], strides[-1]
+    return list(out.stride()) == strides and out.shape[-1] == source.shape[-2]
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Walk the tensors of nested tuples, lists and dicts, three levels deep at most."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for leaf in tree:
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif isinstance(leaf, (tuple, list, dict)):
+                yield from tensors(leaf)
+    elif isinstance(tree, dict):
+        yield from tensors(list(tree.values()))

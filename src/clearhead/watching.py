@@ -1,0 +1,367 @@
+"""watch(): see the attention calls that a model really makes, without changing them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from clearhead import _impl, readings
+from clearhead._watch import hub, look
+from clearhead._watch.call import Call
+from clearhead._watch.intercept import Handler, Interceptor, quiet
+from clearhead._watch.modules import Modules
+from clearhead._watch.stitch import Stitcher, join
+from clearhead.errors import type_error, value_error
+from clearhead.masks import Mask
+from clearhead.readings import Reading
+
+__all__ = ["Record", "Seen", "watch"]
+
+# Rows of each call that are computed again, to compare with the model's own output.
+_SAMPLED = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What was seen of one attention call.
+
+    `value` mirrors `read` as `attend` does; its tensors have batch and head axes. `layer` counts
+    the attention modules in order of first call, `call` the calls of this one. `mask` is None where
+    every query may attend to every source. `check` is the largest difference of sampled rows,
+    computed again, from the model's own output (None where dropout or a missing value forbids it).
+    """
+
+    value: Any
+    layer: int
+    module: str
+    call: int
+    kind: str
+    mask: Mask | None
+    scale: float | None
+    check: float | None
+    how: str
+    heads: tuple[int, ...]
+    queries: tuple[int, ...] | None
+    sizes: tuple[int, int, int, int]  # batch, head, query, source
+    prompt: int | None = None  # under generate(): how many of the positions are the prompt's
+
+
+class Seen(Sequence[Record]):
+    """The records of a watched block, in the order of the calls, and `notes` on what was changed."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self.notes: list[str] = []
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
+        return self._records[index]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self)} attention calls seen"]
+        for record in self._records[:40]:
+            batch, heads, query, source = record.sizes
+            lines.append(
+                f"  layer {record.layer} call {record.call} {record.kind} {record.module or '-'}: "
+                f"{batch} x {heads} heads, {query} queries, {source} sources, by {record.how}"
+            )
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+@contextlib.contextmanager
+def watch(
+    model: nn.Module | Callable[..., Any],
+    *,
+    read: Reading | Sequence[Reading] = readings.TopK(8),
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    queries: int | Sequence[int] | None = None,
+    calls: int | Sequence[int] | None = None,
+    through: bool = False,
+    on_call: Callable[[Record], None] | None = None,
+) -> Iterator[Seen]:
+    """Read the weights of every attention call that a model makes inside the block.
+
+    >>> import torch, clearhead as ch
+    >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> x = torch.zeros(1, 3, 8)
+    >>> with ch.watch(layer, read=ch.readings.Weights()) as seen:
+    ...     context, _ = layer(x, x, x, need_weights=False)
+    >>> seen[0].kind, seen[0].value.shape
+    ('self', torch.Size([1, 2, 3, 3]))
+
+    The model's own kernel makes the output, on the backend that the model chose: it is bit-identical
+    to that of an unwatched run. Readings are detached, in float32 (float64 for float64 models), and
+    taken before dropout. Nothing is left behind on the model after the block.
+
+    - `read`: one reading or several; `record.value` mirrors it.
+    - `layers`, `heads`, `queries`, `calls`: numbers to keep; nothing is computed for the others.
+      `queries` may count from the end.
+    - `through`: clearhead's own kernel makes context and readings in one pass: faster, and equal to
+      rounding only. Attention written by hand keeps the model's own context.
+    - `on_call`: is handed each record as it comes; records are then not kept in `seen`.
+
+    Calls are seen through `F.scaled_dot_product_attention`, `nn.MultiheadAttention`,
+    `nn.Transformer*`, `transformers` on any backend, `flex_attention`, `clearhead.attend`, and
+    matmul, softmax, matmul written by hand. A block that saw nothing raises on leaving.
+    """
+    modules = Modules(_watchable(model))
+    watcher = _Watcher(read, layers, heads, queries, calls, through, on_call)
+    modules.on_generate, modules.on_forward = watcher.generating, watcher.forward_over
+    seer = Interceptor(watcher, modules)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(modules)
+        stack.enter_context(hub.interface(seer))
+        stack.enter_context(seer)
+        yield watcher.seen
+    watcher.finish(modules, seer)
+
+
+def _watchable(model: Any) -> Any:
+    if not callable(model):
+        raise type_error("model", "is a module or a function", got=type(model).__name__)
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise value_error(
+            "model",
+            "runs its replicas in threads, which one watch cannot see",
+            got="torch.nn.DataParallel",
+            hint="watch(model.module) and call model.module inside the block",
+        )
+    return getattr(model, "_orig_mod", model)
+
+
+class _Watcher(Handler):
+    """Turns captured calls into records."""
+
+    def __init__(
+        self,
+        read: Reading | Sequence[Reading],
+        layers: Any,
+        heads: Any,
+        queries: Any,
+        calls: Any,
+        through: bool,
+        on_call: Callable[[Record], None] | None,
+    ) -> None:
+        self.single = isinstance(read, Reading)
+        self.read = (read,) if isinstance(read, Reading) else tuple(read)
+        for reading in self.read:
+            if not isinstance(reading, Reading):
+                raise type_error("read", "takes readings", got=type(reading).__name__)
+        self.layers, self.heads = _numbers("layers", layers), _numbers("heads", heads)
+        self.queries, self.calls = _numbers("queries", queries), _numbers("calls", calls)
+        self.through = through
+        self.on_call = on_call
+        self.seen = Seen()
+        self.known: dict[int, str] = {}
+        self.head_counts: dict[int, int] = {}
+        self.call_counts: dict[int, int] = {}
+        self.count = 0
+        self._made: list[Any] | None = None
+        self._run: Stitcher | None = None
+        self._runs: dict[str, int] = {}
+        self._held: list[tuple[Call, float | None]] = []
+
+    def before(self, call: Call) -> Tensor | None:
+        """Make the context in clearhead's own kernel, where that was asked for."""
+        self._made = None
+        late = self._run is not None or self.heads or self.queries or not self._wanted(call)
+        if not self.through or call.dropout or late:
+            return None
+        problem = call.problem
+        context, self._made = _impl.choose(problem, self.read, None).attend(problem, self.read)
+        return context
+
+    def after(self, call: Call, context: Tensor) -> None:
+        """Record a call; under `generate()`, or for layers counted from the end, later."""
+        self.known[call.layer] = call.module
+        self.head_counts[call.layer] = call.sizes[1]
+        self.count += 1
+        if not self._wanted(call):
+            return
+        with torch.no_grad(), _full_precision(context):
+            check = look.difference(call, context, _sample(call.sizes[2]))
+            if self._run is not None:
+                self._run.add(call, check)
+            elif self.layers is not None and min(self.layers) < 0:
+                self._held.append((call, check))
+                self._drop_held()
+            else:
+                self._keep(call, check)
+
+    def _wanted(self, call: Call) -> bool:
+        """Whether a record may be made of this call."""
+        if self._run is None and self.calls is not None and call.call not in self.calls:
+            return False
+        return self.layers is None or call.layer in self.layers or min(self.layers) < 0
+
+    def _drop_held(self) -> None:
+        """Of layers counted from the end, hold only as many as may still be the last."""
+        assert self.layers is not None
+        recent = list(dict.fromkeys(call.layer for call, _ in reversed(self._held)))
+        may = {*recent[: -min(self.layers)], *self.layers}
+        self._held = [pair for pair in self._held if pair[0].layer in may]
+
+    def forward_over(self) -> None:
+        """Make the records that had to wait for the number of layers."""
+        held, self._held = self._held, []
+        total = len(self.known)
+        wanted = {layer % total for layer in self.layers or () if -total <= layer < total}
+        with torch.no_grad():
+            for call, check in held:
+                if call.layer in wanted:
+                    self._keep(call, check)
+
+    @contextlib.contextmanager
+    def generating(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Collect the steps of one `generate()`, and record each layer once at its end."""
+        if self._run is not None:
+            yield
+            return
+        self._run = Stitcher(_prompt(args, kwargs))
+        try:
+            yield
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._stitched(self._run)
+        finally:
+            self._run = None
+
+    def _stitched(self, run: Stitcher) -> None:
+        total, masks_known = len(self.known), []
+        wanted = None if self.layers is None else {layer % total for layer in self.layers}
+        for module in sorted(run.broken):
+            self.note(f"{module}: the cache did not go on from the last step; rows may be mixed up")
+        for track in run.tracks.values():
+            call = join(track, masks_known)
+            number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
+            if wanted is None or call.layer in wanted:
+                self._keep(call.but(call=number), track.check, run.prompt)
+
+    def _name(self, layer: int) -> str:
+        return f"{layer} ({self.known[layer]})" if self.known[layer] else str(layer)
+
+    def unseen(self, module: str, reason: str) -> None:
+        """Note an attention that cannot be seen."""
+        self.note(f"{module or 'the model'}: not seen, {reason}")
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.seen.notes:
+            self.seen.notes.append(text)
+
+    def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
+        times = self.call_counts[call.layer] = max(
+            self.call_counts.get(call.layer, 0), call.call + 1
+        )
+        if self.calls is not None and times - 1 not in self.calls:
+            return
+        total = call.sizes[1]
+        chosen = tuple(range(total)) if self.heads is None else self.heads
+        chosen = tuple(head for head in chosen if -total <= head < total)
+        if not chosen:
+            return
+        part = call if self.heads is None else look.choose_heads(call, chosen)
+        values, self._made = self._made, None
+        values = look.read(part, self.read, self.queries) if values is None else values
+        record = Record(
+            value=_detached(values[0] if self.single else tuple(values)),
+            layer=call.layer,
+            module=call.module,
+            call=call.call,
+            kind=call.kind,
+            mask=look.mask_of(call),
+            scale=call.scale if call.query is None else call.problem.scale,
+            check=check,
+            how=call.how,
+            heads=tuple(head % total for head in chosen),
+            queries=self.queries,
+            sizes=call.sizes,
+            prompt=prompt,
+        )
+        if self.on_call is None:
+            self.seen._records.append(record)
+        else:
+            self.on_call(record)
+
+    def finish(self, modules: Modules, seer: Interceptor) -> None:
+        """Say what was missed; raise where nothing was seen, or nothing of what was asked for."""
+        if not self.count:
+            raise RuntimeError(_nothing(modules, self.seen.notes))
+        total = len(self.known)
+        _known("layers", self.layers, range(-total, total), lambda n: self._name(n % total))
+        most = max(self.head_counts.values())
+        _known("heads", self.heads, range(-most, most), lambda n: f"0..{most - 1}")
+        times = max(self.call_counts.values(), default=0)
+        _known("calls", self.calls, range(times), lambda n: f"0..{times - 1}")
+
+
+def _prompt(args: Any, kwargs: Any) -> int | None:
+    """Find how many positions the prompt of `generate()` has."""
+    given = [kwargs.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
+    for x in (*given, *args[:1]):
+        if isinstance(x, Tensor) and x.ndim in (2, 3):
+            return x.shape[1]
+    return None
+
+
+def _nothing(modules: Modules, notes: list[str]) -> str:
+    lines = ["watch: no attention call of the model was seen"]
+    lines += [f"  {note}" for note in notes]
+    if modules.elsewhere:
+        lines.append("  the model ran in another thread than the watch")
+    elif not modules.ran and modules.names:
+        lines.append("  the model was not called inside the block")
+    return "\n".join(lines)
+
+
+def _known(name: str, wanted: Any, there: Any, say: Callable[[int], str]) -> None:
+    missing = [number for number in wanted or () if number not in there]
+    if missing:
+        known = dict.fromkeys(say(number) for number in there)
+        raise value_error(
+            name, "were not all seen in the block", got=missing, hint="choose among " + ", ".join(known)
+        )
+
+
+def _numbers(name: str, given: Any) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise type_error(name, "takes numbers", got=repr(number))
+    if not numbers:
+        raise value_error(name, "needs at least one number", got="none")
+    return numbers
+
+
+def _sample(total: int) -> list[int]:
+    """Choose rows from the first to the last, evenly."""
+    if total <= _SAMPLED:
+        return list(range(total))
+    return sorted({round(at * (total - 1) / (_SAMPLED - 1)) for at in range(_SAMPLED)})
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    parts = [_detached(part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def _full_precision(like: Tensor) -> Any:
+    return torch.autocast(like.device.type, enabled=False)
+
+
+_ = quiet
