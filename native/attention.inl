@@ -282,14 +282,92 @@ Tile tile_bits(const Edges& mask, const Ranges& ranges, int64_t batch, int64_t h
   return result;
 }
 
+// ---- scores ----------------------------------------------------------------------------------
+
+// tanh, at most 3 ulp off (Cephes' polynomial below 0.625, the definition above)
+inline f tanh_of(f x) {
+  const f size = Vec::max(x, Vec::sub(Vec::zero(), x));
+  const f z = Vec::mul(x, x);
+  f p = Vec::set1(-5.70498872745e-3f);
+  p = Vec::fma(p, z, Vec::set1(2.06390887954e-2f));
+  p = Vec::fma(p, z, Vec::set1(-5.37397155531e-2f));
+  p = Vec::fma(p, z, Vec::set1(1.33314422036e-1f));
+  p = Vec::fma(p, z, Vec::set1(-3.33332819422e-1f));
+  const f near = Vec::fma(Vec::mul(p, z), x, x);
+  const f far = Vec::sub(Vec::set1(1.f), Vec::div(Vec::set1(2.f), Vec::add(exp_of(Vec::add(size, size)), Vec::set1(1.f))));
+  const f signed_far = Vec::select(Vec::greater(Vec::zero(), x), Vec::sub(Vec::zero(), far), far);
+  return Vec::select(Vec::greater(Vec::set1(0.625f), size), near, signed_far);
+}
+
+// tile[s][lane] = bias of (query of lane, source `from + s`)
+template <int W>
+void load_bias(const Bias& bias, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t from, int64_t n,
+               float* tile) {
+  const float* base = bias.data + batch * bias.batch + head * bias.head + from * bias.source;
+  for (int64_t lane = 0; lane < W * N; ++lane) {
+    const float* row = base + (first + min(lane, count - 1)) * bias.query;
+    for (int64_t s = 0; s < n; ++s) tile[s * W * N + lane] = row[s * bias.source];
+  }
+}
+
+template <int W>
+Tile block_by_bias(const float* tile, int64_t n, Tile kind, uint64_t* bits) {
+  uint64_t any = 0, all = lane_mask(W * N);
+  for (int64_t s = 0; s < n; ++s) {
+    uint64_t blocked = 0;
+    for (int j = 0; j < W; ++j)
+      blocked |= Vec::greater(Vec::set1(-FLT_MAX), Vec::load(tile + (s * W + j) * N)) << (j * N);
+    bits[s] = (kind == Tile::full ? lane_mask(W * N) : bits[s]) & ~blocked;
+    any |= bits[s], all &= bits[s];
+  }
+  if (!any) return Tile::empty;
+  return kind == Tile::full && all == lane_mask(W * N) ? Tile::full : Tile::partial;
+}
+
+bool is_plain(const Forward& call) { return !call.bias.data && call.softcap == 0 && call.scale != 0; }
+
+// Brings scores to their final value: scale, softcap, bias, and -inf where masked. `slope`, if
+// wanted, gets the derivative of the softcap.
+template <int W>
+void edit(const Forward& call, float* tile, int64_t n, const float* bias, const uint64_t* bits, float* slope) {
+  const bool plain = is_plain(call);
+  const f blocked = Vec::set1(-INFINITY), scale = Vec::set1(call.scale);
+  const f cap = Vec::set1(call.softcap), uncap = Vec::set1(call.softcap == 0 ? 0 : 1 / call.softcap);
+  for (int64_t i = 0; i < n * W; ++i) {
+    f x = Vec::load(tile + i * N);
+    if (!plain) {
+      x = Vec::mul(x, scale);
+      if (call.softcap != 0) {
+        const f bent = tanh_of(Vec::mul(x, uncap));
+        x = Vec::mul(cap, bent);
+        if (slope) Vec::store(slope + i * N, Vec::sub(Vec::set1(1.f), Vec::mul(bent, bent)));
+      }
+      if (call.bias.data) x = Vec::add(x, Vec::load(bias + i * N));
+    }
+    if (bits) x = Vec::select(bits[i / W] >> (i % W * N), x, blocked);
+    Vec::store(tile + i * N, x);
+  }
+}
+
+template <int W>
+bool all_finite(const Rows& rows, int64_t n, int64_t width) {
+  for (int64_t s = 0; s < n; ++s) {
+    const float* row = rows.data + s * rows.stride;
+    uint64_t bad = 0;
+    int64_t i = 0;
+    for (; i + N <= width; i += N) bad |= Vec::not_finite(Vec::load(row + i));
+    for (; i < width; ++i) bad |= !(std::fabs(row[i]) <= FLT_MAX);
+    if (bad) return false;
+  }
+  return true;
+}
+
 // ---- forward ---------------------------------------------------------------------------------
 
 bool uses_pairs(const Forward& call) { return Vec::has_dots && call.type == Type::bf16 && call.head_dim % 2 == 0; }
 bool keeps_strip(const Forward& call) {
   return call.received || call.cell_sum || call.distance || call.mass || call.rows;
 }
-bool is_plain(const Forward& call) { return !call.bias.data && call.softcap == 0 && call.scale != 0; }
-
 template <int W>
 struct Block {
   static constexpr int lanes = W * N;
@@ -299,7 +377,8 @@ struct Block {
 
   float *packed, *scores, *out, *row_max, *row_sum, *rescale, *neg_entropy, *convert;
   uint32_t *packed_pairs, *weight_pairs;
-  float *tile_max, *top_scores;
+  float *tile_max, *top_scores, *bias_tile;
+  Ranges ranges;
   int64_t* tile_first;
   int64_t* tile_count;
   int32_t* top_sources;
@@ -317,6 +396,7 @@ struct Block {
     convert = arena.take<float>(kTile * max(call.head_dim, call.value_dim));
     packed_pairs = arena.take<uint32_t>(pairs ? call.head_dim / 2 * lanes : 0);
     weight_pairs = arena.take<uint32_t>(pairs ? kTile / 2 * lanes : 0);
+    bias_tile = arena.take<float>(call.bias.data ? kTile * lanes : 0);
     tile_max = arena.take<float>(strip ? tile_limit * lanes : 0);
     tile_first = arena.take<int64_t>(strip ? tile_limit : 0), tile_count = arena.take<int64_t>(strip ? tile_limit : 0);
     top_scores = arena.take<float>((call.top + 1) * lanes), top_sources = arena.take<int32_t>(call.top * lanes);
@@ -351,36 +431,12 @@ struct Block {
       }
   }
 
-  // Brings scores to their final value: scale, softcap, bias, and -inf where masked.
-  void edit(float* tile, int64_t from, int64_t n, bool masked) {
-    const f blocked = Vec::set1(-INFINITY);
-    for (int64_t s = 0; s < n; ++s)
-      for (int j = 0; j < W; ++j) {
-        float* place = tile + (s * W + j) * N;
-        f x = Vec::load(place);
-        if (!plain) {
-          x = Vec::mul(x, Vec::set1(call.scale));
-          if (call.softcap != 0) x = cap(x);
-          if (call.bias.data) x = add_bias(x, from + s, j);
-        }
-        if (masked) x = Vec::select(bits[s] >> (j * N), x, blocked);
-        Vec::store(place, x);
-      }
-  }
-
-  f cap(f x) const {
-    float value[N];
-    Vec::store(value, x);
-    for (int i = 0; i < N; ++i) value[i] = call.softcap * std::tanh(value[i] / call.softcap);
-    return Vec::load(value);
-  }
-
-  f add_bias(f x, int64_t source, int j) const {
-    const Bias& bias = call.bias;
-    float value[N];
-    const float* base = bias.data + batch * bias.batch + head * bias.head + source * bias.source;
-    for (int i = 0; i < N; ++i) value[i] = base[(first + min(j * N + i, count - 1)) * bias.query];
-    return Vec::add(x, Vec::load(value));
+  // Which lanes may read which source: by the mask, and where a bias is not -inf.
+  Tile allow(int64_t from, int64_t n, uint64_t* allowed) {
+    const Tile kind = tile_bits<W>(call.mask, ranges, batch, head, first, count, from, n, allowed);
+    if (!call.bias.data || kind == Tile::empty) return kind;
+    load_bias<W>(call.bias, batch, head, first, count, from, n, bias_tile);
+    return block_by_bias<W>(bias_tile, n, kind, allowed);
   }
 
   // Softmax of one tile against the running maximum; scores become unnormalised weights in place.
@@ -457,7 +513,8 @@ struct Block {
       const Rows k = float_rows(call.k, call.type, batch, source_head, from, n, call.head_dim, convert);
       dot_tile<Single, W>(k.data, k.stride, n, packed, call.head_dim, here);
     }
-    if (!plain || kind == Tile::partial) edit(here, from, n, kind == Tile::partial);
+    if (!plain || kind == Tile::partial)
+      edit<W>(call, here, n, bias_tile, kind == Tile::partial ? bits : nullptr, nullptr);
     if (call.entropy) soften<true>(here, n); else soften<false>(here, n);
     mix(here, from, n, kind);
     if (strip) {
@@ -470,24 +527,12 @@ struct Block {
   void mix(const float* weights, int64_t from, int64_t n, Tile kind) {
     if (kind == Tile::partial) {
       const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert);
-      if (!all_finite(v, n)) return mix_selected<W>(v.data, v.stride, n, weights, bits, rescale, call.value_dim, out);
+      if (!all_finite<W>(v, n, call.value_dim)) return mix_selected<W>(v.data, v.stride, n, weights, bits, rescale, call.value_dim, out);
       if (!pairs) return mix_tile<Single, W>(v.data, v.stride, n, weights, rescale, call.value_dim, out);
     }
     if (pairs) return mix_pairs(weights, from, n);
     const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert);
     mix_tile<Single, W>(v.data, v.stride, n, weights, rescale, call.value_dim, out);
-  }
-
-  bool all_finite(const Rows& v, int64_t n) const {
-    for (int64_t s = 0; s < n; ++s) {
-      const float* row = v.data + s * v.stride;
-      uint64_t bad = 0;
-      int64_t i = 0;
-      for (; i + N <= call.value_dim; i += N) bad |= Vec::not_finite(Vec::load(row + i));
-      for (; i < call.value_dim; ++i) bad |= !(std::fabs(row[i]) <= FLT_MAX);
-      if (bad) return false;
-    }
-    return true;
   }
 
 #ifdef CLEARHEAD_DOTS
@@ -525,11 +570,11 @@ struct Block {
 
   void run() {
     start();
-    const Ranges ranges = ranges_of(call.mask, batch, head, first, count, lanes, call.source);
+    ranges = ranges_of(call.mask, batch, head, first, count, lanes, call.source);
     const int64_t last = min(call.source, (ranges.last + 1) & ~(int64_t)1);  // whole pairs
     for (int64_t from = ranges.first & ~(int64_t)7; from < last; from += kTile) {
       const int64_t n = min(kTile, last - from);
-      const Tile kind = tile_bits<W>(call.mask, ranges, batch, head, first, count, from, n, bits);
+      const Tile kind = allow(from, n, bits);
       if (kind != Tile::empty) tile(from, n, kind);
     }
     finish();
@@ -566,12 +611,25 @@ struct Block {
         const float real = row_sum[lane] - sink;
         call.entropy[row(lane)] = empty ? 0 : (log_sum * real - neg_entropy[lane]) * rescale[lane];
       }
+      if (call.top && row_sum[lane] != row_sum[lane]) first_as_top(lane);
       for (int64_t k = 0; k < call.top; ++k) {
         const float score = top_scores[k * lanes + lane] * (plain ? std::fabs(call.scale) : 1.f);
         const int32_t source = top_sources[k * lanes + lane];
-        call.top_weights[row(lane) * call.top + k] = source < 0 ? 0 : std::exp(score - row_max[lane]) * rescale[lane];
+        call.top_weights[row(lane) * call.top + k] = source < 0 ? 0 : std::exp(score - row_max[lane]) * rescale[lane];  // NaN in a poisoned row
         call.top_sources[row(lane) * call.top + k] = source;
       }
+    }
+  }
+
+  // All weights of a row with a NaN are NaN and tie: its top sources are the first it may read.
+  void first_as_top(int64_t lane) {
+    int64_t found = 0;
+    for (int64_t from = ranges.first & ~(int64_t)7; from < ranges.last; from += kTile) {
+      const int64_t n = min(kTile, ranges.last - from);
+      const Tile kind = allow(from, n, bits);
+      for (int64_t s = 0; s < n && kind != Tile::empty; ++s)
+        if (found < call.top && (kind == Tile::full || bits[s] >> lane & 1))
+          top_sources[found++ * lanes + lane] = (int32_t)(from + s);
     }
   }
 
@@ -581,6 +639,7 @@ struct Block {
     alignas(64) float factor[lanes], distance[lanes], mass[lanes], cell_sum[lanes], cell_max[lanes];
     for (int lane = 0; lane < lanes; ++lane) distance[lane] = mass[lane] = cell_sum[lane] = cell_max[lane] = 0;
     int64_t cell = 0;
+    const bool poisoned = !all_finite<W>({row_sum, lanes}, 1, lanes);
     for (int64_t t = 0; t < tiles; ++t) {
       for (int j = 0; j < W; ++j) {
         const f shift = exp_of(Vec::sub(Vec::load(tile_max + t * lanes + j * N), Vec::load(row_max + j * N)));
@@ -590,6 +649,7 @@ struct Block {
       float* weights = scores + t * kTile * lanes;
       for (int64_t i = 0; i < tile_count[t] * W; ++i)
         Vec::store(weights + i * N, Vec::mul(Vec::load(weights + i * N), Vec::load(factor + i % W * N)));
+      if (poisoned) clear_blocked(weights, tile_first[t], tile_count[t]);
       if (call.received) add_received(weights, t);
       if (call.rows) write_rows(weights, t);
       if (call.distance) add_distance(weights, t, distance);
@@ -601,6 +661,13 @@ struct Block {
       if (call.distance) call.distance[row(lane)] = distance[lane];
       if (call.mass) call.mass[row(lane)] = mass[lane];
     }
+  }
+
+  // A row with a NaN has weights of NaN, but only at the sources that it may read.
+  void clear_blocked(float* weights, int64_t from, int64_t n) {
+    if (allow(from, n, bits) != Tile::partial) return;
+    for (int64_t i = 0; i < n * W; ++i)
+      Vec::store(weights + i * N, Vec::select(bits[i / W] >> (i % W * N), Vec::load(weights + i * N), Vec::zero()));
   }
 
   void add_received(const float* weights, int64_t t) {
@@ -674,7 +741,8 @@ struct Block {
       while (call.first_query + first + lane >= call.query_edges[row + 1]) ++row;
       const int64_t place = (base + row) * call.source_cells + cell;
       call.cell_sum[place] += sum[lane];
-      if (!(most[lane] <= call.cell_max[place])) call.cell_max[place] = most[lane];
+      if (sum[lane] != sum[lane]) call.cell_max[place] = sum[lane];
+      else if (most[lane] > call.cell_max[place]) call.cell_max[place] = most[lane];
     }
     for (int lane = 0; lane < lanes; ++lane) sum[lane] = most[lane] = 0;
   }

@@ -53,6 +53,13 @@ View view(uintptr_t place, const Four& shape, const Four& stride, Type type) {
   return {data, stride[0], stride[1], stride[2]};
 }
 
+const Kernel* kernel_or_throw() {
+  std::string error;
+  const Kernel* kernel = current(error);
+  if (!kernel) throw std::runtime_error(error);
+  return kernel;
+}
+
 struct Call {
   Forward work{};
 
@@ -135,9 +142,7 @@ struct Call {
   }
 
   void run(int threads) {
-    std::string error;
-    const Kernel* kernel = current(error);
-    if (!kernel) throw std::runtime_error(error);
+    const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query) return;
     require((!work.received && !work.cell_sum) || work.slots > 0, "sums over queries need slots");
     bool ok;
@@ -147,14 +152,30 @@ struct Call {
     }
     if (!ok) throw std::bad_alloc();
   }
-};
 
-std::string isa() {
-  std::string error;
-  const Kernel* kernel = current(error);
-  if (!kernel) throw std::runtime_error(error);
-  return kernel->name;
-}
+  // Gradients into dq (slots, batch, head, query, head_dim) and dk, dv (batch, source_head, source,
+  // width of whole vectors), all fp32; dk and dv are zeros on entry.
+  void differentiate(uintptr_t grad, Four grad_stride, uintptr_t shift, uintptr_t bend, uintptr_t dq, uintptr_t dk,
+                     uintptr_t dv, int64_t slots, int threads) {
+    const Kernel* kernel = kernel_or_throw();
+    if (!work.batch || !work.head || !work.query || !work.source) return;
+    require(slots > 0, "slots must be positive");
+    require(work.lse, "gradients need the log-sum-exp");
+    Backward gradient{};
+    gradient.forward = work;
+    gradient.grad_out = view(grad, {work.batch, work.head, work.query, work.value_dim}, grad_stride, work.type);
+    gradient.shift = address<float>(shift, false), gradient.bend = address<float>(bend, false);
+    gradient.dq = address<float>(dq), gradient.dk = address<float>(dk), gradient.dv = address<float>(dv);
+    gradient.slots = slots;
+    times(times(times(slots, work.batch), times(work.head, work.query)), 4 * kMaxDim);
+    bool ok;
+    {
+      nb::gil_scoped_release released;
+      ok = backward(*kernel, gradient, threads);
+    }
+    if (!ok) throw std::bad_alloc();
+  }
+};
 
 }  // namespace
 
@@ -178,9 +199,11 @@ NB_MODULE(_native, m) {
       .def("set_slots", &Call::set_slots)
       .def("set_received", &Call::set_received)
       .def("set_cells", &Call::set_cells)
-      .def("run", &Call::run);
+      .def("run", &Call::run)
+      .def("differentiate", &Call::differentiate);
   m.def("available", &available);
-  m.def("isa", &isa);
+  m.def("isa", [] { return std::string(kernel_or_throw()->name); });
+  m.def("lanes", [] { return kernel_or_throw()->lanes; });
   m.def("choose", [](const std::string& name) {
     if (choose(name)) return;
     std::string text = "this machine has no " + name + " kernel; it has";
@@ -188,9 +211,7 @@ NB_MODULE(_native, m) {
     throw nb::value_error(text.c_str());
   });
   m.def("exp2", [](uintptr_t from, uintptr_t to, int64_t count) {
-    std::string error;
-    const Kernel* kernel = current(error);
-    if (!kernel) throw std::runtime_error(error);
+    const Kernel* kernel = kernel_or_throw();
     require(count >= 0, "count must not be negative");
     kernel->exp2(address<float>(from), address<float>(to), count);
   });

@@ -139,4 +139,11 @@ bool forward(const Kernel& kernel, Forward& call, int threads) {
                 [&](int64_t i, char* memory) { kernel.forward(call, i, memory); });
 }
 
+bool backward(const Kernel& kernel, const Backward& work, int threads) {
+  const Forward& call = work.forward;
+  const double size = 2.5 * call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
+  return spread(call.batch * call.source_head * work.slots, threads_for(size, threads), kernel.backward_scratch(work),
+                [&](int64_t i, char* memory) { kernel.backward(work, i, memory); });
+}
+
 }  // namespace clearhead

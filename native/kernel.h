@@ -66,26 +66,30 @@ struct Forward {
   const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_values
 };
 
-// Gradients of one call. dq has the layout of `dq_slots` times (batch, head, query, head_dim), fp32;
-// dk and dv are contiguous (batch, source_head, source, feature) in fp32.
+// Gradients of one call, all in fp32: dq is (slots, batch, head, query, head_dim), dk and dv are
+// (batch, source_head, source, width) with the width padded to whole vectors, zeroed by the caller.
 struct Backward {
-  Forward forward;       // sizes, q, k, v, mask, bias, scale, softcap and lse of the call
-  View grad_out;         // in the type of q
-  const float* delta;    // (batch, head, query): rowsum(grad_out * out) - grad of lse
-  float* dq;
-  float* dk;
-  float* dv;
-  int64_t slots;         // the sources are dealt out over so many work items a source head
+  Forward forward;  // sizes, q, k, v, out, mask, bias, scale, softcap and lse of the call
+  View grad_out;    // in the type of q
+  // Per (batch, head, query), or null: with w the weights, the gradient of the scores becomes
+  // w * (grad_out . v - grad_out . out - shift - bend * ln w).
+  const float* shift;
+  const float* bend;
+  float *dq, *dk, *dv;
+  int64_t slots;    // the tiles of sources are dealt out over so many work items a source head
 };
 
 // One instruction set's kernels.
 struct Kernel {
   const char* name;
   bool dots_bf16;
+  int64_t lanes;  // of one vector
   int64_t block;  // queries a block
   size_t (*forward_scratch)(const Forward&);
   void (*forward)(const Forward&, int64_t item, char* scratch);
   void (*pack_values)(const Forward&, int64_t item, uint32_t* packed);
+  size_t (*backward_scratch)(const Backward&);
+  void (*backward)(const Backward&, int64_t item, char* scratch);
   void (*exp2)(const float* from, float* to, int64_t count);
 };
 

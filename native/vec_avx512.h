@@ -13,6 +13,7 @@ struct Vec {
   static constexpr int lanes = 16;
   static constexpr int rows = 8;     // of the micro-kernels: 8 x 3 accumulators in 32 registers
   static constexpr int vectors = 3;
+  static constexpr int outer = 4;  // vectors of features in the outer-product kernel
   using f = __m512;
   using i = __m512i;
 

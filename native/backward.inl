@@ -1,0 +1,243 @@
+// Gradients: weights and their gradients are computed again tile by tile from the log-sum-exp, so
+// that nothing of size query x source is kept. A work item owns some tiles of sources of one source
+// head (their rows of dK and dV are its own), and adds its share of dQ to a slot of its own.
+// Included after attention.inl.
+
+namespace clearhead {
+namespace CLEARHEAD_ISA {
+namespace {
+
+inline int64_t padded(int64_t width) { return (width + N - 1) / N * N; }
+
+// to[r][.] += sum_q weights[r][q] * rows[q][.], for R sources and V vectors of features
+template <class E, int R, int V>
+inline void outer_rows(const typename E::scalar* weights, int64_t weight_stride, const typename E::packed* rows,
+                       int64_t row_stride, int64_t count, float* to, int64_t to_stride) {
+  f sum[R][V];
+  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::load(to + r * to_stride + j * N);
+  for (int64_t q = 0; q < count; ++q) {
+    typename E::vec row[V];
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) row[j] = E::load(rows + q * row_stride + j * N);
+    CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
+      const typename E::vec x = E::broadcast(weights + r * weight_stride + q * E::step);
+      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, row[j], sum[r][j]);
+    }
+  }
+  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(to + r * to_stride + j * N, sum[r][j]);
+}
+
+template <class E, int V>
+void outer_columns(const typename E::scalar* weights, int64_t weight_stride, int64_t sources,
+                   const typename E::packed* rows, int64_t row_stride, int64_t count, float* to, int64_t to_stride) {
+  int64_t s = 0;
+  for (; s + 6 <= sources; s += 6)
+    outer_rows<E, 6, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride, to_stride);
+  for (; s + 2 <= sources; s += 2)
+    outer_rows<E, 2, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride, to_stride);
+  if (s < sources)
+    outer_rows<E, 1, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride, to_stride);
+}
+
+// `width` is a multiple of the lanes
+template <class E>
+void outer_tile(const typename E::scalar* weights, int64_t weight_stride, int64_t sources,
+                const typename E::packed* rows, int64_t count, int64_t width, float* to) {
+  int64_t i = 0;
+  for (; i + Vec::outer * N <= width; i += Vec::outer * N)
+    outer_columns<E, Vec::outer>(weights, weight_stride, sources, rows + i, width, count, to + i, width);
+  for (; i < width; i += N)
+    outer_columns<E, 1>(weights, weight_stride, sources, rows + i, width, count, to + i, width);
+}
+
+// The same where a row is not finite: it must not reach sources that it gives no weight.
+void outer_selected(const float* weights, int64_t weight_stride, int64_t sources, const float* rows, int64_t count,
+                    int64_t width, float* to) {
+  for (int64_t s = 0; s < sources; ++s)
+    for (int64_t q = 0; q < count; ++q) {
+      const float weight = weights[s * weight_stride + q];
+      if (weight == 0) continue;
+      for (int64_t i = 0; i < width; ++i) to[s * width + i] += weight * rows[q * width + i];
+    }
+}
+
+struct Gradient {
+  static constexpr int W = Vec::vectors;
+  static constexpr int lanes = W * N;
+  const Backward& work;
+  const Forward& call;
+  int64_t batch, source_head, slot, head, first, count;
+  int64_t key_width, value_width;
+  float *packed_q, *packed_grad, *rows_q, *rows_grad, *scores, *grads, *slope, *bias_tile, *dq, *lse, *delta, *bend, *ones;
+  float *convert_k, *convert_v;
+  bool plain, odd;
+  Ranges ranges;
+  uint64_t bits[kTile];
+
+  Gradient(const Backward& work, Arena& arena) : work(work), call(work.forward) {
+    plain = is_plain(call);
+    key_width = padded(call.head_dim), value_width = padded(call.value_dim);
+    packed_q = arena.take<float>(call.head_dim * lanes), packed_grad = arena.take<float>(call.value_dim * lanes);
+    rows_q = arena.take<float>(key_width * lanes), rows_grad = arena.take<float>(value_width * lanes);
+    scores = arena.take<float>(kTile * lanes), grads = arena.take<float>(kTile * lanes);
+    slope = arena.take<float>(call.softcap != 0 ? kTile * lanes : 0);
+    bias_tile = arena.take<float>(call.bias.data ? kTile * lanes : 0);
+    dq = arena.take<float>(call.head_dim * lanes);
+    lse = arena.take<float>(lanes), delta = arena.take<float>(lanes), bend = arena.take<float>(lanes);
+    ones = arena.take<float>(lanes);
+    convert_k = arena.take<float>(kTile * call.head_dim), convert_v = arena.take<float>(kTile * call.value_dim);
+  }
+
+  // rows[lane][i], zero-padded to `padded_width` features, and packed[i][lane] of the same
+  void load_rows(const View& view, int64_t width, int64_t padded_width, float* rows, float* packed) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      float* row = rows + lane * padded_width;
+      for (int64_t i = width; i < padded_width; ++i) row[i] = 0;
+      if (lane >= count) {
+        std::memset(row, 0, sizeof(float) * width);
+      } else {
+        const char* from = at(view, call.type, batch, head, first + lane);
+        if (call.type == Type::f32) std::memcpy(row, from, sizeof(float) * width);
+        else to_float((const uint16_t*)from, width, call.type, row);
+      }
+      for (int64_t i = 0; i < width; ++i) packed[i * lanes + lane] = row[i];
+    }
+  }
+
+  void load_block() {
+    load_rows(call.q, call.head_dim, key_width, rows_q, packed_q);
+    load_rows(work.grad_out, call.value_dim, value_width, rows_grad, packed_grad);
+    odd = !all_finite<W>({rows_q, key_width}, lanes, key_width) || !all_finite<W>({rows_grad, value_width}, lanes, value_width);
+    std::memset(dq, 0, sizeof(float) * call.head_dim * lanes);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const int64_t row = (batch * call.head + head) * call.query_total + call.first_query + first + lane;
+      ones[lane] = 1, bend[lane] = 0, delta[lane] = 0;
+      lse[lane] = lane < count ? call.lse[row] : -INFINITY;
+      if (lse[lane] == -INFINITY) lse[lane] = INFINITY;  // an empty row: all weights come out as 0
+      if (lane >= count) continue;
+      if (work.bend) bend[lane] = work.bend[row];
+      delta[lane] = dot_with_out(lane) + (work.shift ? work.shift[row] : 0);
+    }
+  }
+
+  float dot_with_out(int64_t lane) {
+    const char* from = at(call.out, call.type, batch, head, first + lane);
+    const float* out = (const float*)from;
+    if (call.type != Type::f32) to_float((const uint16_t*)from, call.value_dim, call.type, convert_v), out = convert_v;
+    const float* grad = rows_grad + lane * value_width;
+    f sum = Vec::zero();
+    int64_t i = 0;
+    for (; i + N <= call.value_dim; i += N) sum = Vec::fma(Vec::load(out + i), Vec::load(grad + i), sum);
+    float result = Vec::sum(sum);
+    for (; i < call.value_dim; ++i) result += out[i] * grad[i];
+    return result;
+  }
+
+  Tile allow(int64_t from, int64_t n) {
+    const Tile kind = tile_bits<W>(call.mask, ranges, batch, head, first, count, from, n, bits);
+    if (!call.bias.data || kind == Tile::empty) return kind;
+    load_bias<W>(call.bias, batch, head, first, count, from, n, bias_tile);
+    return block_by_bias<W>(bias_tile, n, kind, bits);
+  }
+
+  // scores -> weights; grads, the gradient of the weights -> the gradient of q.k
+  void differentiate(int64_t n, bool masked) {
+    const f scale = Vec::set1(plain ? call.scale : 1.f);
+    for (int64_t i = 0; i < n * W; ++i) {
+      const int j = (int)(i % W) * N;
+      f log_weight = Vec::fms(Vec::load(scores + i * N), scale, Vec::load(lse + j));
+      f weight = exp_of(log_weight);
+      f change = Vec::sub(Vec::load(grads + i * N), Vec::load(delta + j));
+      if (work.bend) change = Vec::sub(change, Vec::mul(Vec::load(bend + j), Vec::max(Vec::set1(-1000.f), log_weight)));
+      f grad = Vec::mul(weight, change);
+      if (call.softcap != 0) grad = Vec::mul(grad, Vec::load(slope + i * N));
+      if (masked) {
+        weight = Vec::select(bits[i / W] >> j, weight, Vec::zero());
+        grad = Vec::select(bits[i / W] >> j, grad, Vec::zero());
+      }
+      Vec::store(scores + i * N, weight), Vec::store(grads + i * N, grad);
+    }
+  }
+
+  void tile(int64_t from, int64_t n, Tile kind) {
+    const bool masked = kind == Tile::partial;
+    const Rows k = float_rows(call.k, call.type, batch, source_head, from, n, call.head_dim, convert_k);
+    const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert_v);
+    dot_tile<Single, W>(k.data, k.stride, n, packed_q, call.head_dim, scores);
+    if (!plain || masked) edit<W>(call, scores, n, bias_tile, masked ? bits : nullptr, call.softcap != 0 ? slope : nullptr);
+    dot_tile<Single, W>(v.data, v.stride, n, packed_grad, call.value_dim, grads);
+    differentiate(n, masked);
+    if (masked && !all_finite<W>(k, n, call.head_dim))
+      mix_selected<W>(k.data, k.stride, n, grads, bits, ones, call.head_dim, dq);
+    else
+      mix_tile<Single, W>(k.data, k.stride, n, grads, ones, call.head_dim, dq);
+    const int64_t row = (batch * call.source_head + source_head) * call.source + from;
+    float *dk = work.dk + row * key_width, *dv = work.dv + row * value_width;
+    if (odd) {
+      outer_selected(scores, lanes, n, rows_grad, count, value_width, dv);
+      outer_selected(grads, lanes, n, rows_q, count, key_width, dk);
+    } else {
+      outer_tile<Single>(scores, lanes, n, rows_grad, count, value_width, dv);
+      outer_tile<Single>(grads, lanes, n, rows_q, count, key_width, dk);
+    }
+  }
+
+  void add_dq() {
+    const int64_t base = ((slot * call.batch + batch) * call.head + head) * call.query + first;
+    for (int64_t lane = 0; lane < count; ++lane) {
+      float* to = work.dq + (base + lane) * call.head_dim;
+      for (int64_t i = 0; i < call.head_dim; ++i) to[i] = dq[i * lanes + lane] * call.scale;
+    }
+  }
+
+  void block() {
+    ranges = ranges_of(call.mask, batch, head, first, count, lanes, call.source);
+    load_block();
+    const int64_t stride = kTile * work.slots;
+    int64_t from = slot * kTile;
+    if (ranges.first > from) from += (ranges.first - from) / stride * stride;
+    for (; from < ranges.last; from += stride) {
+      const int64_t n = min(kTile, call.source - from);
+      if (from + n <= ranges.first) continue;
+      const Tile kind = allow(from, n);
+      if (kind != Tile::empty) tile(from, n, kind);
+    }
+    add_dq();
+  }
+
+  void scale_dk() {
+    for (int64_t from = slot * kTile; from < call.source; from += kTile * work.slots) {
+      const int64_t n = min(kTile, call.source - from);
+      float* dk = work.dk + ((batch * call.source_head + source_head) * call.source + from) * key_width;
+      for (int64_t i = 0; i < n * key_width; i += N) Vec::store(dk + i, Vec::mul(Vec::load(dk + i), Vec::set1(call.scale)));
+    }
+  }
+};
+
+// Work item: every `slots`-th tile of sources of one source head, for all queries that read them.
+void backward_item(const Backward& work, int64_t item, char* scratch) {
+  Arena arena{scratch};
+  Gradient gradient(work, arena);
+  const Forward& call = work.forward;
+  const int64_t row = item / work.slots, group = call.head / call.source_head;
+  gradient.slot = item % work.slots;
+  gradient.batch = row / call.source_head, gradient.source_head = row % call.source_head;
+  for (int64_t h = 0; h < group; ++h)
+    for (int64_t first = 0; first < call.query; first += kMaxLanes) {
+      gradient.head = gradient.source_head * group + h;
+      gradient.first = first, gradient.count = min(kMaxLanes, call.query - first);
+      gradient.block();
+    }
+  gradient.scale_dk();
+}
+
+size_t backward_scratch(const Backward& work) {
+  Arena arena{nullptr};
+  Gradient gradient(work, arena);
+  return arena.used + 64;
+}
+
+}  // namespace
+}  // namespace CLEARHEAD_ISA
+}  // namespace clearhead
