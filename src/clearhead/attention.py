@@ -67,8 +67,8 @@ def attend(
 
     The equation is that of Vaswani et al. 2017, "Attention Is All You Need".
     """
-    kind = query.device.type if isinstance(query, Tensor) else "cpu"
-    if torch.is_autocast_enabled(kind):
+    kind = query.device.type if isinstance(query, Tensor) else "meta"
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         # As F.scaled_dot_product_attention does; inside, float32 must stay float32.
         query, key, value = (_cast(x, torch.get_autocast_dtype(kind)) for x in (query, key, value))
         with torch.autocast(kind, enabled=False):

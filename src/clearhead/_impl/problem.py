@@ -79,9 +79,10 @@ def watchers() -> list[str]:
     A compiled kernel, a shortcut that depends on stored values and a hand-written backward all
     need to know.
     """
-    found = []
     if torch.compiler.is_compiling():
-        found.append("torch.compile or torch.export is tracing the call")
+        # What follows cannot be traced, and need not be asked.
+        return ["torch.compile or torch.export is tracing the call"]
+    found = []
     if torch._C._functorch.peek_interpreter_stack() is not None:
         found.append("a torch.func transform (vmap, grad, jvp, ...) is active")
     if torch._C._len_torch_dispatch_stack():
