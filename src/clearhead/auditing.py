@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead._audit import forms
 from clearhead._audit.changes import contents
-from clearhead._audit.judge import judge, probe
+from clearhead._audit.judge import judge, suspicious
 from clearhead._audit.place import name_of
 from clearhead._audit.report import Finding, Report
 from clearhead._audit.runner import Runner
@@ -76,7 +76,7 @@ class Audit:
             others = contents(model, read, changes, vocab)
             runner = Runner(model, read, others, restore)
             look_for_trouble(runner, report)
-            suspects = probe(runner, ~edges, report, budget)
+            suspects = suspicious(runner, ~edges, report, budget)
             judge(runner, suspects, ~edges, report, float64=float64)
         report.trouble += sorted({f"fails on changed inputs: {text}" for text in runner.failures})
         report.forwards = runner.forwards

@@ -8,17 +8,20 @@ from itertools import zip_longest
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from clearhead._audit.parts import CannotPart, reach
 from clearhead._audit.place import first_moved
 from clearhead._audit.plan import Probe, make_plan
 from clearhead._audit.report import Finding, Report
 from clearhead._audit.runner import Change, Runner, in_float64
 
-__all__ = ["Suspect", "judge", "probe"]
+__all__ = ["Suspect", "judge", "probe", "suspicious"]
 
 # So many outputs are narrowed down to their source; the report counts the others.
 MOST_NARROWED = 8
+# Multiplications from which proving part by part is tried, and runs to look for a leak it points at.
+LONG, SOME_RUNS = 2e11, 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def probe(
     """Change what is forbidden, run by run, and collect every output that moved at all."""
     batch, contents = runner.inputs.batch, range(len(runner.contents))
     probes = plans(forbidden, batch)
-    if len(probes) > 2:
+    if min(len(probes) * len(contents), budget or 3) > 2:
         runner.use_copies(64)
     runs = (
         [(p, n) for n in contents for p in probes] if budget is None else _spread(probes, contents)
@@ -69,9 +72,61 @@ def probe(
             old = suspects.get((sample, query))
             if old is None or size > old.size:
                 suspects[sample, query] = Suspect(sample, query, change, size)
-    report.pairs = int(forbidden.sum()) * (batch if len(forbidden) == 1 else 1)
+    report.pairs = _count(runner, forbidden)
     report.covered = 1 - int(left.sum()) / report.pairs if report.pairs else 1.0
     return list(suspects.values())
+
+
+def suspicious(
+    runner: Runner, forbidden: Tensor, report: Report, budget: int | None
+) -> list[Suspect]:
+    """Test every forbidden pair, part by part where the runs would take long, else run by run."""
+    left = _prove_by_parts(runner, forbidden, report) if _is_long(runner, forbidden) else None
+    if left is None:
+        return probe(runner, forbidden, report, budget)
+    whole = Report("", "")
+    if left.any():
+        suspects = probe(runner, left, whole, min(budget or SOME_RUNS, SOME_RUNS))
+        if not suspects and budget is None:
+            suspects = probe(runner, left, whole)
+    else:
+        # Whole runs check the proof itself.
+        suspects = probe(runner, forbidden, Report("", ""), min(budget or 2, 2))
+    report.pairs = _count(runner, forbidden)
+    untested = (1 - whole.covered) * whole.pairs
+    report.covered = 1 - untested / report.pairs if report.pairs else 1.0
+    return suspects
+
+
+def _is_long(runner: Runner, forbidden: Tensor) -> bool:
+    """Guess whether a run for each position would take more than a few seconds."""
+    if not isinstance(runner.model, nn.Module):
+        return False
+    weights = sum(p.numel() for p in runner.model.parameters())
+    positions = runner.inputs.batch * runner.inputs.positions
+    rows = sum(len(part.unique(dim=0)) for part in forbidden)
+    return 2 * weights * positions * rows * len(runner.contents) > LONG
+
+
+def _count(runner: Runner, forbidden: Tensor) -> int:
+    return int(forbidden.sum()) * (runner.inputs.batch if len(forbidden) == 1 else 1)
+
+
+def _prove_by_parts(runner: Runner, forbidden: Tensor, report: Report) -> Tensor | None:
+    """Narrow what is forbidden down to what can be reached at all, or None where that fails."""
+    if runner.single or runner.draws or report.trouble:
+        return None
+    try:
+        reached = reach(runner)
+    except CannotPart as reason:
+        report.notes.append(f"tested run by run: {reason}")
+        return None
+    left = forbidden & reached
+    report.notes.append(
+        "proven part by part: everything but the attention calls works position by position "
+        "(one run for each bit of the position), and one-hot values show each call's edges"
+    )
+    return left
 
 
 def _spread(probes: list[Probe], contents: range) -> list[tuple[Probe, int]]:

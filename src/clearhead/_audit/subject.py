@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -173,7 +174,7 @@ def _leaf(key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: i
 
 
 def call(model: Callable[..., Any], inputs: Inputs, edits: set[str] | None = None) -> Any:
-    """Call the model on copies, so that in-place edits stay out of the next run; name the edited."""
+    """Call the model on copies, as it may edit its inputs in place; `edits` gets their names."""
     args = tuple(map(_fresh, inputs.args))
     kwargs = {name: _fresh(value) for name, value in inputs.kwargs.items()}
     with torch.no_grad():
@@ -264,6 +265,10 @@ def tensors_in(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
     ]
 
 
+class _Found(Exception):
+    """Ends the run that looks for the embedding."""
+
+
 def embedding_of(model: object, ids: Tensor, inputs: Inputs) -> nn.Embedding | None:
     """Find the embedding that the token ids go through."""
     if not isinstance(model, nn.Module):
@@ -271,18 +276,19 @@ def embedding_of(model: object, ids: Tensor, inputs: Inputs) -> nn.Embedding | N
     seen: list[nn.Embedding] = []
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].numel() == ids.numel():
-            if torch.equal(args[0].reshape(-1).to(ids), ids.reshape(-1)):
-                seen.append(module)  # type: ignore[arg-type]
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if given is None or given.numel() != ids.numel() or not isinstance(module, nn.Embedding):
+            return
+        if torch.equal(given.reshape(-1).to(ids), ids.reshape(-1)):
+            seen.append(module)
+            raise _Found
 
-    handles = [
-        module.register_forward_pre_hook(look)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-    ]
-    try:
-        call(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    handles = [module.register_forward_pre_hook(look) for module in embeddings]
+    with suppress(_Found):
+        try:
+            call(model, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
     return seen[0] if seen else None
