@@ -1,0 +1,79 @@
+"""Masks: sets of edges that compose. Edge (i, j) says that query i may read source j.
+
+>>> from clearhead import masks
+>>> print((masks.causal() & masks.window(3) | masks.first(1)).picture(6))
+  0 1 2 3 4 5
+0 ■ · · · · ·
+1 ■ ■ · · · ·
+2 ■ ■ ■ · · ·
+3 ■ ■ ■ ■ · ·
+4 ■ · ■ ■ ■ ·
+5 ■ · · ■ ■ ■
+
+True means "may attend", everywhere; the polarity of other APIs stays inside converters that name
+them: `to_sdpa`, `to_multihead`, `to_additive`, `to_flex`, and `from_...` back.
+"""
+
+from __future__ import annotations
+
+from clearhead.masks._convert import (
+    as_mask,
+    from_additive,
+    from_huggingface,
+    from_multihead,
+    from_sdpa,
+)
+from clearhead.masks._data import (
+    dense,
+    document,
+    duplicate,
+    induction,
+    keep,
+    lengths,
+    same,
+    where,
+)
+from clearhead.masks._mask import Block, Mask
+from clearhead.masks._parse import parse
+from clearhead.masks._relative import (
+    band,
+    causal,
+    diagonal,
+    everything,
+    first,
+    nothing,
+    prefix,
+    window,
+)
+
+EMPTY, PARTIAL, FULL = Block
+
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "Block",
+    "Mask",
+    "as_mask",
+    "band",
+    "causal",
+    "dense",
+    "diagonal",
+    "document",
+    "duplicate",
+    "everything",
+    "first",
+    "from_additive",
+    "from_huggingface",
+    "from_multihead",
+    "from_sdpa",
+    "induction",
+    "keep",
+    "lengths",
+    "nothing",
+    "parse",
+    "prefix",
+    "same",
+    "where",
+    "window",
+]

@@ -1,0 +1,719 @@
+"""Masks made from data: lengths, padding, document ids, tokens, tensors and functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import type_error, value_error
+from clearhead.masks._mask import Block, Mask, Own, readable
+
+if TYPE_CHECKING:
+    from clearhead._impl.problem import Sizes
+
+Numbers = Tensor | Sequence[int] | Sequence[Sequence[int]]
+# A tensor with more numbers than this is shown by its shape.
+SHOWN = 64
+
+
+class Lengths(Mask):
+    """Edges inside the filled part of every sample."""
+
+    def __init__(self, source: Tensor, query: Tensor | None):
+        self.source, self.query = source, query
+        counts = [len(t) for t in (source, query) if t is not None and t.dim()]
+        self.own = Own(batch=max(counts, default=None))
+        self._known: list[tuple[int, int | None]] | None = None
+
+    def to(self, device: torch.device | str) -> Mask:
+        query = None if self.query is None else self.query.to(device)
+        return Lengths(self.source.to(device), query)
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        for b, (source, query) in enumerate(self._read() or ()):
+            for name, length, size in (
+                ("source", source, sizes.source),
+                ("query", query, sizes.query),
+            ):
+                if length is not None and length > size:
+                    raise value_error(
+                        "mask",
+                        f"lengths: sample {b} has {length} {name} positions, the call has {size}",
+                        shapes={"call (query, source)": (sizes.query, sizes.source)},
+                        hint="make the mask from the data of this call",
+                    )
+
+    def _read(self) -> list[tuple[int, int | None]] | None:
+        """The lengths of every sample as numbers, where they can be known."""
+        if self._known is None and all(t is None or readable(t) for t in (self.source, self.query)):
+            many = self.own.batch or 1
+            source = self.source.expand(many).tolist()
+            query = [None] * many if self.query is None else self.query.expand(many).tolist()
+            self._known = list(zip(source, query, strict=True))
+        return self._known
+
+    def _of(self, lengths: Tensor, b: Any, like: Any) -> Tensor:
+        lengths = lengths.to(like.device)
+        return lengths[b] if lengths.dim() and len(lengths) > 1 else lengths.reshape(())
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        edges = (i == i) & (j < self._of(self.source, b, j))
+        return edges if self.query is None else edges & (i < self._of(self.query, b, j))
+
+    def _text(self, full: bool) -> str:
+        query = "" if self.query is None else f", query={show(self.query)}"
+        return f"lengths({show(self.source)}{query})"
+
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        known = self._read()
+        if known is None:
+            return Block.PARTIAL
+        if all(left >= s or (q is not None and top >= q) for s, q in known):
+            return Block.EMPTY
+        full = all(right <= s and (q is None or bottom <= q) for s, q in known)
+        return Block.FULL if full else Block.PARTIAL
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        shape = (-1, 1, 1) if self.own.batch else ()
+        stop = self.source.to(i.device).reshape(shape) + torch.zeros_like(i)
+        if self.query is not None:
+            stop = torch.where(i < self.query.to(i.device).reshape(shape), stop, 0)
+        return torch.zeros_like(stop), stop
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        source = int(self._of(self.source, b, self.source))
+        sample = f"sample {b}" if self.own.batch else "the sequence"
+        if self.query is not None and i >= (query := int(self._of(self.query, b, self.query))):
+            return f"query {i} is padding: {sample} has {query} queries"
+        if j >= source:
+            return f"source {j} is padding: {sample} has {source} sources"
+        return f"source {j} is one of the {source} sources of {sample}"
+
+
+class Keep(Mask):
+    """Edges to real sources."""
+
+    def __init__(self, real: Tensor):
+        self.real = real
+        self.own = Own(batch=_samples(real), source=real.shape[-1])
+        self._sums: tuple[list[int], list[int]] | None = None
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Keep(self.real.to(device))
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        return (i == i) & at(self.real, b, j)
+
+    def _text(self, full: bool) -> str:
+        return f"keep({show(self.real)})"
+
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        if self._sums is None:
+            if not readable(self.real):
+                return Block.PARTIAL
+            flat = self.real.reshape(-1, self.real.shape[-1])
+            both = (flat.any(0), flat.all(0))
+            self._sums = tuple([0, *x.cumsum(0).tolist()] for x in both)  # pyright: ignore
+        some, every = self._sums  # pyright: ignore[reportGeneralTypeIssues]
+        if some[right] == some[left]:
+            return Block.EMPTY
+        return Block.FULL if every[right] - every[left] == right - left else Block.PARTIAL
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        found = runs(self.real.to(i.device))
+        if found is None:
+            return None
+        start, stop = (x.reshape(-1, 1, 1) if self.own.batch else x for x in found)
+        return start + torch.zeros_like(i), stop + torch.zeros_like(i)
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        real = bool(at(self.real, b, torch.tensor(j, device=self.real.device)))
+        sample = f" in sample {b}" if self.own.batch else ""
+        return f"source {j} is {'real' if real else 'padding'}{sample}"
+
+
+class Same(Mask):
+    """Edges between equal ids; without `query_ids` the queries are the last of the sources."""
+
+    def __init__(self, name: str, query_ids: Tensor | None, source_ids: Tensor):
+        self.name, self.query_ids, self.source_ids = name, query_ids, source_ids
+        given = [source_ids] if query_ids is None else [query_ids, source_ids]
+        batch = max((_samples(ids) or 0 for ids in given), default=0) or None
+        query = None if query_ids is None else query_ids.shape[-1]
+        self.own = Own(batch, None, query, source_ids.shape[-1])
+        self._extents: dict[tuple[bool, int, int], tuple[list[int], list[int]]] = {}
+
+    def to(self, device: torch.device | str) -> Mask:
+        query = None if self.query_ids is None else self.query_ids.to(device)
+        return type(self)(self.name, query, self.source_ids.to(device))
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        if self.query_ids is None:
+            _check_last(self, sizes)
+
+    def _queries(self, i: Any, sizes: Sizes) -> tuple[Tensor, Any]:
+        if self.query_ids is not None:
+            return self.query_ids, i
+        return self.source_ids, i + (sizes.source - sizes.query)
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        ids, i = self._queries(i, sizes)
+        return at(ids, b, i) == at(self.source_ids, b, j)
+
+    def _text(self, full: bool) -> str:
+        query = "" if self.query_ids is None else f"{show(self.query_ids)}, "
+        return f"{self.name}({query}{show(self.source_ids)})"
+
+    def _extent(self, queries: bool, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Least and largest id among some positions, for every sample."""
+        key = (queries, start, stop)
+        if key not in self._extents:
+            ids = self.query_ids if queries and self.query_ids is not None else self.source_ids
+            part = ids[..., start:stop].reshape(-1, stop - start)
+            self._extents[key] = (part.amin(-1).tolist(), part.amax(-1).tolist())
+        return self._extents[key]
+
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        if not readable(self.source_ids) or (
+            self.query_ids is not None and not readable(self.query_ids)
+        ):
+            return Block.PARTIAL
+        offset = source - query if self.query_ids is None else 0
+        rows = _extend(self._extent(True, top + offset, bottom + offset), self.own.batch)
+        columns = _extend(self._extent(False, left, right), self.own.batch)
+        samples = list(zip(*rows, *columns, strict=True))
+        if all(high < least or most < low for low, high, least, most in samples):
+            return Block.EMPTY
+        full = all(low == high == least == most for low, high, least, most in samples)
+        return Block.FULL if full else Block.PARTIAL
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        if self.query_ids is not None or not readable(self.source_ids):
+            return None
+        ids = self.source_ids.to(i.device)
+        found = spans(ids.reshape(-1, ids.shape[-1]))
+        if found is None:
+            return None
+        last = i + (sizes.source - sizes.query)
+        start, stop = (x[:, None, last] if self.own.batch else x[0, last] for x in found)
+        return start, stop
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        ids, p = self._queries(torch.tensor(i, device=self.source_ids.device), sizes)
+        mine = int(at(ids, b, p))
+        its = int(at(self.source_ids, b, torch.tensor(j, device=self.source_ids.device)))
+        what = "document" if self.name == "document" else "id"
+        sample = f" in sample {b}" if self.own.batch else ""
+        if mine == its:
+            return f"query {i} and source {j} both have {what} {its}{sample}"
+        return f"query {i} has {what} {mine}, source {j} has {what} {its}{sample}"
+
+
+class Repeats(Mask):
+    """Edges to (`shift` 0) or one after (`shift` 1) earlier occurrences of the query's token."""
+
+    def __init__(self, name: str, tokens: Tensor, shift: int):
+        self.name, self.tokens, self.shift = name, tokens, shift
+        self.own = Own(batch=_samples(tokens), source=tokens.shape[-1])
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Repeats(self.name, self.tokens.to(device), self.shift)
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        _check_last(self, sizes)
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        p, k = i + (sizes.source - sizes.query), j - self.shift
+        alike = at(self.tokens, b, p) == at(self.tokens, b, k.clamp(min=0))
+        return alike & (k < p) & (k >= 0)
+
+    def _text(self, full: bool) -> str:
+        return f"{self.name}({show(self.tokens)})"
+
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        last = bottom - 1 + source - query
+        beyond = left - self.shift >= last or right - 1 - self.shift < 0
+        return Block.EMPTY if beyond else Block.PARTIAL
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        p, k = i + sizes.source - sizes.query, j - self.shift
+        asker = f"query {i}" + (f" (at position {p})" if p != i else "")
+        if k < 0:
+            return f"no token comes before source {j}"
+        if k >= p:
+            return f"source {j} {'follows' if self.shift else 'is'} no token before {asker}"
+        mine, its = (
+            int(at(self.tokens, b, torch.tensor(x, device=self.tokens.device))) for x in (p, k)
+        )
+        where = f"source {j} follows token {its}" if self.shift else f"source {j} is token {its}"
+        return f"{where}, {asker} is token {mine}"
+
+
+class Dense(Mask):
+    """The edges that are True in a tensor."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        batch, head = tensor.shape[:2] if tensor.dim() == 4 else (None, None)
+        query, source = (None if size == 1 else size for size in tensor.shape[-2:])
+        self.own = Own(batch, head, query, source)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Dense(self.tensor.to(device))
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        tensor = self.tensor.to(j.device)
+        i, j = (
+            x if own is not None else x * 0
+            for x, own in ((i, self.own.query), (j, self.own.source))
+        )
+        if tensor.dim() == 2:
+            return tensor[i, j]
+        many, heads = tensor.shape[:2]
+        return tensor[b if many > 1 else b * 0, h if heads > 1 else h * 0, i, j]
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        edges = self.tensor.to(rows.device)
+        if self.own.query is not None:
+            edges = edges.index_select(-2, rows)
+        if self.own.source is not None:
+            edges = edges.index_select(-1, columns)
+        return edges.expand(*edges.shape[:-2], len(rows), len(columns))
+
+    def _text(self, full: bool) -> str:
+        return f"dense({show(self.tensor)})"
+
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        # On an accelerator each answer would wait for the device.
+        if not readable(self.tensor) or self.tensor.device.type != "cpu":
+            return Block.PARTIAL
+        rows = slice(top, bottom) if self.own.query is not None else slice(None)
+        columns = slice(left, right) if self.own.source is not None else slice(None)
+        part = self.tensor[..., rows, columns]
+        if not part.any():
+            return Block.EMPTY
+        return Block.FULL if part.all() else Block.PARTIAL
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        tensor = self.tensor.to(i.device)
+        tensor = tensor.expand(*tensor.shape[:-2], sizes.query, sizes.source)
+        return runs(tensor)
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        index = (torch.tensor(x, device=self.tensor.device) for x in (b, h, i, j))
+        return f"the tensor is {bool(self._at(*index, sizes))} there"
+
+
+class Where(Mask):
+    """The edges for which a function says True."""
+
+    _calls = True
+
+    def __init__(self, function: Callable[..., Tensor]):
+        self.function = function
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        answer = self.function(b, h, i, j)
+        if isinstance(answer, bool):
+            answer = torch.full_like(i, answer, dtype=torch.bool)
+        if not isinstance(answer, Tensor) or answer.dtype != torch.bool:
+            kind = answer.dtype if isinstance(answer, Tensor) else type(answer).__name__
+            raise type_error(
+                "function", "returns True or False for one edge, as a bool tensor", got=kind
+            )
+        return answer
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        shape = (sizes.batch, sizes.head, len(rows), len(columns))
+        if not all(shape):
+            return torch.zeros(shape, dtype=torch.bool, device=rows.device)
+        i, j = rows[:, None].expand(shape[2:]), columns.expand(shape[2:])
+        if within is not None:
+            return self._select(i, j, sizes, within)
+        return _narrow(self._map(i, j, sizes, shared=True))
+
+    def _select(self, i: Tensor, j: Tensor, sizes: Sizes, within: Tensor) -> Tensor:
+        """Ask about edges in `within` only: the others repeat one of them, and are dropped."""
+        if readable(within) and not within.any():
+            return within
+        if within.dim() == 4:
+            i, j = (x.expand(sizes.batch, sizes.head, *x.shape) for x in (i, j))
+            within = within.expand_as(i)
+            one = within.flatten(-2).to(torch.uint8).argmax(-1)[..., None]
+            some = within.flatten(-2).any(-1)[..., None, None]
+            i, j = (
+                torch.where(within, x, x.flatten(-2).gather(-1, one)[..., None]) for x in (i, j)
+            )
+            # A sample without any edge borrows one from another sample.
+            flat = within.flatten().to(torch.uint8).argmax()
+            i, j = (torch.where(some, x, x.flatten()[flat]) for x in (i, j))
+            return self._map(i, j, sizes, shared=False) & within
+        one = within.flatten().to(torch.uint8).argmax()
+        i, j = (torch.where(within, x, x.flatten()[one]) for x in (i, j))
+        return _narrow(self._map(i, j, sizes, shared=True)) & within
+
+    def _map(self, i: Tensor, j: Tensor, sizes: Sizes, *, shared: bool) -> Tensor:
+        """Ask about one edge at a time, as FlexAttention does; positions may differ by sample."""
+        ask = torch.vmap(torch.vmap(self._ask(sizes), (None, None, 0, 0)), (None, None, 0, 0))
+        place = None if shared else 0
+        ask = torch.vmap(torch.vmap(ask, (None, 0, place, place)), (0, None, place, place))
+        b = torch.arange(sizes.batch, device=i.device)
+        return ask(b, torch.arange(sizes.head, device=i.device), i, j)
+
+    def _ask(self, sizes: Sizes) -> Callable[..., Tensor]:
+        def ask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            try:
+                return self._at(b, h, i, j, sizes)
+            except IndexError as error:
+                raise value_error(
+                    "function",
+                    f"{self._short()} reads beyond its own data ({error})",
+                    shapes={"(query, source)": (sizes.query, sizes.source)},
+                    hint="block those edges by another mask: causal() & where(function) asks about "
+                    "allowed edges only",
+                ) from error
+
+        return ask
+
+    def _text(self, full: bool) -> str:
+        return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        return (
+            f"the function says {bool(self._at(*(torch.tensor(x) for x in (b, h, i, j)), sizes))}"
+        )
+
+
+def lengths(
+    source: Tensor | Sequence[int] | int, query: Tensor | Sequence[int] | int | None = None
+) -> Mask:
+    """The first `source` sources of every sample are real, the rest is padding on the right.
+
+    >>> print(lengths([3, 1]).picture(3, sample=1))
+      0 1 2
+    0 ■ · ·
+    1 ■ · ·
+    2 ■ · ·
+
+    One length for all samples, or one a sample, (batch,). `query` also empties the rows of
+    padded queries.
+    """
+    sides = {"source": source, "query": query}
+    found = {name: _lengths(name, side) for name, side in sides.items() if side is not None}
+    counts = {len(side) for side in found.values() if side.dim() and len(side) > 1}
+    if len(counts) > 1:
+        raise value_error("query", "has one length a sample, as source does", shapes=found)
+    return Lengths(found["source"], found.get("query"))
+
+
+def keep(real: Tensor | Sequence[bool] | Sequence[Sequence[bool]]) -> Mask:
+    """Real sources may be read, padding on any side may not: True = real.
+
+    >>> print(keep([False, True, True]).picture(3))
+      0 1 2
+    0 · ■ ■
+    1 · ■ ■
+    2 · ■ ■
+
+    (source,) for all samples, or (batch, source). Padded queries still read the real sources;
+    `keep(real) & same(real, real)` empties their rows too.
+    """
+    tensor = _tensor("real", real)
+    if tensor.dtype != torch.bool:
+        hint = (
+            "tokens != pad_id makes it; masks.from_huggingface(mask) takes a mask of ones and zeros"
+        )
+        raise type_error("real", "takes bools, True = real", got=str(tensor.dtype), hint=hint)
+    return Keep(_ranked("real", tensor))
+
+
+def document(ids: Numbers) -> Mask:
+    """A query may read the sources of its own document: ids[j] == ids[i].
+
+    >>> print(document([0, 0, 1]).picture(3))
+      0 1 2
+    0 ■ ■ ·
+    1 ■ ■ ·
+    2 · · ■
+
+    `ids` (source,) for all samples, or (batch, source), number the sources' documents in any
+    order; with fewer queries than sources the queries are the last ones.
+    """
+    return Same("document", None, _ids("ids", ids))
+
+
+def same(query_ids: Numbers, source_ids: Numbers) -> Mask:
+    """A query may read the sources with its own id: source_ids[j] == query_ids[i].
+
+    >>> print(same([0, 1], [1, 1, 0]).picture(2, 3))
+      0 1 2
+    0 · · ■
+    1 ■ ■ ·
+
+    Each (position,) for all samples, or (batch, position).
+    """
+    queries, sources = _ids("query_ids", query_ids), _ids("source_ids", source_ids)
+    counts = {len(ids) for ids in (queries, sources) if ids.dim() == 2 and len(ids) > 1}
+    if len(counts) > 1:
+        raise value_error(
+            "query_ids",
+            "needs as many samples as source_ids",
+            shapes={"query_ids": queries, "source_ids": sources},
+        )
+    return Same("same", queries, sources)
+
+
+def induction(tokens: Numbers) -> Mask:
+    """The sources that follow an earlier occurrence of the query's token: induction's edges.
+
+    >>> print(induction([7, 8, 7, 8]).picture(4))
+      0 1 2 3
+    0 · · · ·
+    1 · · · ·
+    2 · ■ · ·
+    3 · · ■ ·
+
+    tokens[j - 1] == tokens[i] and j - 1 < i, every earlier occurrence. `tokens` (source,) or
+    (batch, source). `readings.Mass(induction(tokens))` is the induction score (Olsson et al. 2022,
+    "In-context Learning and Induction Heads").
+    """
+    return Repeats("induction", _ids("tokens", tokens), 1)
+
+
+def duplicate(tokens: Numbers) -> Mask:
+    """The earlier occurrences of the query's token: tokens[j] == tokens[i] and j < i.
+
+    >>> print(duplicate([7, 8, 7, 8]).picture(4))
+      0 1 2 3
+    0 · · · ·
+    1 · · · ·
+    2 ■ · · ·
+    3 · ■ · ·
+
+    `tokens` (source,) or (batch, source). `readings.Mass(duplicate(tokens))` finds duplicate-token
+    heads (Wang et al. 2022, "Interpretability in the Wild").
+    """
+    return Repeats("duplicate", _ids("tokens", tokens), 0)
+
+
+def dense(tensor: Tensor | Sequence[Sequence[bool]]) -> Mask:
+    """The edges that are True in a bool tensor, (query, source) or (batch, head, query, source).
+
+    >>> print(dense([[True, False], [False, True]]).picture(2))
+      0 1
+    0 ■ ·
+    1 · ■
+
+    Axes of size 1 fit every size. The tensor is not copied. Masks of other polarity or dtype have
+    their own ways in: `from_multihead`, `from_additive`, `from_huggingface`.
+    """
+    tensor = require_bool("tensor", _tensor("tensor", tensor, copy=False))
+    if tensor.dim() not in (2, 4):
+        raise value_error(
+            "tensor",
+            "is (query, source) or (batch, head, query, source); other ranks can be read in two ways",
+            shapes={"tensor": tensor},
+            hint="tensor[None] adds a batch axis to (head, query, source), tensor[:, None] a head "
+            "axis to (batch, query, source); keep(real) takes (batch, source)",
+        )
+    return Dense(tensor)
+
+
+def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+    """The edges for which `function(batch, head, query, source)` is True: a FlexAttention mask_mod.
+
+    >>> print(where(lambda b, h, q, k: (q - k) % 2 == 0).picture(3))
+      0 1 2
+    0 ■ · ■
+    1 · ■ ·
+    2 ■ · ■
+
+    It is asked about one edge at a time (through `torch.vmap`), with 0-dimensional int64 tensors,
+    and returns a bool tensor. It is never asked about positions out of range, nor, in
+    `other & where(function)`, about edges that `other` blocks.
+    """
+    if not callable(function):
+        raise type_error(
+            "function", "takes a function of four positions", got=type(function).__name__
+        )
+    try:
+        inspect.signature(function).bind(0, 0, 0, 0)
+    except TypeError as error:
+        rule = f"takes (batch, head, query, source), as a mask_mod does ({error})"
+        raise type_error("function", rule) from None
+    except ValueError:
+        pass  # some built-in functions have no signature
+    return Where(function)
+
+
+def at(values: Tensor, b: Any, i: Any) -> Tensor:
+    """Values of (position,) or (batch, position) at index tensors that broadcast."""
+    values = values.to(i.device)
+    if values.dim() == 1:
+        return values[i]
+    return values[b if len(values) > 1 else b * 0, i]
+
+
+def runs(real: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Start and stop of the one run of True in every row (last axis), or None."""
+    if not readable(real):
+        return None
+    size = real.shape[-1]
+    if not size:
+        zero = torch.zeros(real.shape[:-1], dtype=torch.int64, device=real.device)
+        return zero, zero
+    many = real.sum(-1)
+    start = real.to(torch.uint8).argmax(-1)
+    last = size - 1 - real.flip(-1).to(torch.uint8).argmax(-1)
+    if ((many > 0) & (last - start + 1 != many)).any():
+        return None
+    return start, start + many
+
+
+def spans(ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Start and stop of each position's run of equal ids (batch, position), if no id comes back."""
+    many, size = ids.shape
+    index = torch.arange(size, device=ids.device).expand(many, size)
+    if not size:
+        return index, index
+    change = ids[:, 1:] != ids[:, :-1]
+    edge = change.new_ones(many, 1)
+    starts = torch.cat([edge, change], -1)
+    # An id that comes back has more runs than there are different ids.
+    ordered = ids.sort(-1).values
+    if not torch.equal((ordered[:, 1:] != ordered[:, :-1]).sum(-1), change.sum(-1)):
+        return None
+    start = torch.where(starts, index, 0).cummax(-1).values
+    stops = torch.where(torch.cat([change, edge], -1), index + 1, size)
+    return start, stops.flip(-1).cummin(-1).values.flip(-1)
+
+
+def show(values: Tensor) -> str:
+    """A tensor inside of an expression: its values where they are few."""
+    if values.numel() > SHOWN or not readable(values):
+        return f"<{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}>"
+    return str(values.tolist())
+
+
+def require_bool(name: str, tensor: Tensor) -> Tensor:
+    """Refuse masks that are not bool, each kind with the way to say what it means."""
+    if tensor.dtype == torch.bool:
+        return tensor
+    if only_ones_and_zeros(tensor):
+        raise type_error(
+            name,
+            "a mask of ones and zeros is nearly always a bool mask in disguise",
+            got=str(tensor.dtype),
+            hint=f"{name}.bool() if 1 means may attend, ~{name}.bool() if 1 means blocked; "
+            "masks.from_huggingface takes (batch, source)",
+        )
+    if tensor.is_floating_point():
+        raise type_error(
+            name,
+            "takes a bool tensor, True = may attend",
+            got=str(tensor.dtype),
+            hint="pass numbers that are added to the scores as bias=; masks.from_additive takes "
+            "0 and -inf",
+        )
+    raise type_error(
+        name,
+        "takes a bool tensor, True = may attend",
+        got=str(tensor.dtype),
+        hint=f"compare first, as in {name} != 0",
+    )
+
+
+def only_ones_and_zeros(tensor: Tensor) -> bool:
+    """Whether every value is 0 or 1, with a 1 among them; False where that cannot be known."""
+    if not readable(tensor) or tensor.is_complex() or not tensor.numel():
+        return False
+    return bool(((tensor == 0) | (tensor == 1)).all() and (tensor == 1).any())
+
+
+def _tensor(name: str, values: Any, *, copy: bool = True) -> Tensor:
+    if isinstance(values, Tensor):
+        # A mask never changes, also where the caller's tensor does.
+        return values.detach().clone() if copy else values.detach()
+    try:
+        tensor = torch.tensor(values)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise value_error(name, f"is a tensor or lists of equal lengths ({error})") from None
+    return tensor.to(torch.int64) if not tensor.numel() else tensor
+
+
+def _ids(name: str, values: Any) -> Tensor:
+    tensor = _tensor(name, values)
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise type_error(name, "takes integers", got=str(tensor.dtype))
+    return _ranked(name, tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64))
+
+
+def _ranked(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() not in (1, 2):
+        raise value_error(
+            name,
+            "is (position,), the same for every sample, or (batch, position)",
+            shapes={name: tensor},
+        )
+    return tensor
+
+
+def _lengths(name: str, values: Any) -> Tensor:
+    tensor = _tensor(name, values)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        hint = "keep(real) takes one bool for each position" if tensor.dtype == torch.bool else None
+        raise type_error(name, "takes lengths, as integers", got=str(tensor.dtype), hint=hint)
+    if tensor.dim() > 1:
+        raise value_error(name, "is one length, or one a sample (batch,)", shapes={name: tensor})
+    if readable(tensor) and (tensor < 0).any():
+        raise value_error(name, "lengths are 0 or more", got=tensor.min().item())
+    return tensor.to(torch.int64)
+
+
+def _samples(values: Tensor) -> int | None:
+    return values.shape[0] if values.dim() == 2 else None
+
+
+def _extend(extent: tuple[list[int], list[int]], batch: int | None) -> tuple[list[int], list[int]]:
+    """Ids that are the same for every sample, for each sample."""
+    low, high = extent
+    return (low, high) if len(low) == (batch or 1) else (low * (batch or 1), high * (batch or 1))
+
+
+def _check_last(mask: Mask, sizes: Sizes) -> None:
+    if sizes.query > sizes.source:
+        raise value_error(
+            "mask",
+            f"{mask._short()}: the queries are the last of the sources, so there are at most as many",
+            shapes={"(query, source)": (sizes.query, sizes.source)},
+            hint="same(query_ids, source_ids) takes the ids of both sides",
+        )
+
+
+def _narrow(edges: Tensor) -> Tensor:
+    """Drop the batch and head axes along which a mapped function gave one answer (stride 0)."""
+    for axis in (0, 1):
+        if edges.shape[axis] > 1 and edges.stride(axis) == 0:
+            edges = edges.narrow(axis, 0, 1)
+    return edges[0, 0] if edges.shape[:2] == (1, 1) else edges

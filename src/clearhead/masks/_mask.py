@@ -1,0 +1,717 @@
+"""The set of edges itself: what every mask can be asked, and how masks compose."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import type_error, value_error
+
+if TYPE_CHECKING:
+    from clearhead._impl.problem import Sizes
+
+# A tile that is tested edge by edge holds at most this many of them at a time.
+CHUNK = 1 << 22
+# More edges than this are not tested one by one to count or draw them (about half a minute).
+PATIENCE = 1 << 34
+
+
+class Block(IntEnum):
+    """What a mask allows in a tile: nothing, some or everything."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class Own(NamedTuple):
+    """The sizes that a mask's own data fixes; None (and 1 for batch and head) fits every size."""
+
+    batch: int | None = None
+    head: int | None = None
+    query: int | None = None
+    source: int | None = None
+
+
+class Mask:
+    """A set of edges (i, j): query i may read source j.
+
+    >>> from clearhead import masks
+    >>> mask = masks.causal() & masks.window(2) | masks.first(1)
+    >>> print(mask.picture(4))
+      0 1 2 3
+    0 ■ · · ·
+    1 ■ ■ · ·
+    2 ■ ■ ■ ·
+    3 ■ · ■ ■
+    >>> mask.row(3, source=4)
+    [0, 2, 3]
+
+    Masks compose with `&` (both), `|` (either), `-` (without) and `~` (all other edges), also with
+    bool tensors. They never change, and two are equal only if they are the same object.
+    """
+
+    own = Own()
+    _rank = 4  # how tightly the expression binds: | 0, & 1, - 2, ~ 3, a call 4
+    _calls = False  # whether a function of the user is asked, which needs care with positions
+
+    # What a kind of mask has to say: one formula, and what follows from it faster.
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        """The formula: whether edges are in the set, for index tensors that broadcast."""
+        raise NotImplementedError
+
+    def _text(self, full: bool) -> str:
+        """The expression that makes this mask; `full` spells out the default alignment."""
+        raise NotImplementedError
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        """The tile; edges outside `within` are answered anyhow."""
+        b = torch.arange(self.own.batch or 1, device=rows.device)[:, None, None, None]
+        h = torch.arange(self.own.head or 1, device=rows.device)[:, None, None]
+        edges = self._at(b, h, rows[:, None], columns[None, :], sizes)
+        return edges.expand(*edges.shape[:-2], len(rows), len(columns))
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise ValueError where the mask is made for other sizes than these."""
+        for name in Own._fields:
+            own, size = getattr(self.own, name), getattr(sizes, name)
+            if own is not None and own != size and not (own == 1 and name in ("batch", "head")):
+                raise value_error(
+                    "mask",
+                    f"{self._short()} is made for {_count(own, name)}, the call has {size}",
+                    shapes={"mask (batch, head, query, source)": self.own, "call": tuple(sizes)},
+                    hint="make the mask from the data of this call",
+                )
+
+    # What can be asked.
+
+    def tile(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+        """Tell which of these queries may read which of these sources.
+
+        `rows` (r,) and `columns` (c,) are int64 positions; the answer is bool, (r, c), or
+        (batch or 1, head or 1, r, c) where the mask varies. Nothing larger is made on the way.
+        """
+        self.check(sizes)
+        return self._tile(rows, columns, sizes)
+
+    def dense(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        batch: int | None = None,
+        head: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Give the whole set as a bool tensor, True = may attend.
+
+        >>> from clearhead import masks
+        >>> masks.causal().dense(2)
+        tensor([[ True, False],
+                [ True,  True]])
+        >>> masks.lengths([3, 2]).dense(3).shape
+        torch.Size([2, 1, 3, 3])
+
+        (query, source), or (batch or 1, head or 1, query, source) where the mask varies. `source`
+        is `query` unless given; `batch` and `head` are the mask's own.
+        """
+        sizes = self._sizes(query, source, batch, head)
+        rows = torch.arange(sizes.query, device=device)
+        return self.tile(rows, torch.arange(sizes.source, device=device), sizes).contiguous()
+
+    def block(self, rows: range, columns: range, query: int, source: int | None = None) -> Block:
+        """Tell whether a tile is EMPTY or FULL, or PARTIAL where it is neither or not known.
+
+        >>> from clearhead import masks
+        >>> masks.causal().block(range(0, 4), range(4, 8), query=8).name
+        'EMPTY'
+
+        It speaks for all samples and heads together. A tile without edges is EMPTY.
+        """
+        if not (rows and columns):
+            return Block.EMPTY
+        return self._block(
+            rows[0],
+            rows[-1] + 1,
+            columns[0],
+            columns[-1] + 1,
+            query,
+            query if source is None else source,
+        )
+
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        return Block.PARTIAL
+
+    def intervals(
+        self,
+        query: int,
+        source: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Give start and stop of each query's sources where every row is one interval, else None.
+
+        >>> from clearhead import masks
+        >>> masks.window(2).intervals(4)
+        (tensor([0, 0, 1, 2]), tensor([1, 2, 3, 4]))
+        >>> (masks.window(2) | masks.first(1)).intervals(4) is None
+        True
+
+        int64, each (query,), or (batch or 1, head or 1, query) where the mask varies; stop ==
+        start is an empty row. None also where the values are not known, as while tracing.
+        """
+        sizes = self._sizes(query, source, None, None)
+        self.check(sizes)
+        found = self._intervals(torch.arange(query, device=device), sizes)
+        return None if found is None else tidy(*found, sizes.source)
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        """Start and stop, which may lie outside of the sources or be crossed in empty rows."""
+        return None
+
+    def row(
+        self,
+        i: int,
+        source: int | None = None,
+        *,
+        query: int | None = None,
+        sample: int | None = None,
+        head: int | None = None,
+    ) -> list[int]:
+        """List the sources that query `i` may read.
+
+        >>> from clearhead import masks
+        >>> masks.causal().row(1, source=4)
+        [0, 1]
+
+        There are as many queries as sources unless `query` is given; a mask that varies needs to
+        know which `sample` (and `head`).
+        """
+        sizes = self._sizes_for(query, source, at=i)
+        i = position("i", i, sizes.query)
+        rows = torch.tensor([i])
+        edges = pick(self, self.tile(rows, torch.arange(sizes.source), sizes), sample, head)
+        return edges[0].nonzero()[:, 0].tolist()
+
+    def counts(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        batch: int | None = None,
+        head: int | None = None,
+    ) -> Tensor:
+        """Count the sources of every query: (query,), or (batch or 1, head or 1, query).
+
+        >>> from clearhead import masks
+        >>> masks.window(3).counts(5)
+        tensor([1, 2, 3, 3, 3])
+        """
+        sizes = self._sizes(query, source, batch, head)
+        self.check(sizes)
+        found = self.intervals(sizes.query, sizes.source)
+        if found is not None:
+            return found[1] - found[0]
+        self._affordable(sizes)
+        columns = torch.arange(sizes.source)
+        step = max(1, CHUNK // max(sizes.source * sizes.batch * sizes.head, 1))
+        pieces = [
+            self._tile(r, columns, sizes).sum(-1) for r in torch.arange(sizes.query).split(step)
+        ]
+        return torch.cat(pieces, -1)
+
+    def count(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        batch: int | None = None,
+        head: int | None = None,
+    ) -> int:
+        """Count the edges; of a mask that varies, those of all samples and heads together.
+
+        >>> from clearhead import masks
+        >>> masks.causal().count(4)
+        10
+        """
+        return int(self.counts(query, source, batch=batch, head=head).sum())
+
+    def why(
+        self,
+        i: int,
+        j: int,
+        *,
+        query: int | None = None,
+        source: int | None = None,
+        sample: int | None = None,
+        head: int | None = None,
+    ) -> str:
+        """Say which part of the mask allows or blocks the edge, in words.
+
+        >>> from clearhead import masks
+        >>> mask = masks.causal() & masks.window(3) | masks.first(1)
+        >>> print(mask.why(1, 3))
+        query 1 may not read source 3
+        - blocked by causal(): source 3 lies 2 after query 1
+        - blocked by window(3): source 3 lies 2 after query 1
+        - blocked by first(1): source 3 is not among the first 1
+
+        Without sizes, the mask's own count, or as many positions as it takes.
+        """
+        from clearhead.masks._words import why
+
+        return why(self, i, j, self._sizes_for(query, source, at=max(i, j)), sample, head)
+
+    def picture(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        sample: int | None = None,
+        head: int | None = None,
+        cells: int = 32,
+    ) -> str:
+        """Draw the set as text: ■ may attend, · may not; queries go down, sources to the right.
+
+        >>> from clearhead import masks
+        >>> print(masks.band(1, 1).picture(3, 4))
+          0 1 2 3
+        0 ■ ■ ■ ·
+        1 · ■ ■ ■
+        2 · · ■ ■
+
+        More than `cells` positions a side are drawn in shades, with a legend. Of a mask that
+        varies, every sample is drawn (the first four), or the one asked for.
+        """
+        from clearhead.masks._words import picture
+
+        return picture(self, self._sizes(query, source, None, None), sample, head, cells)
+
+    # Conversions: each names the API whose polarity and shape it speaks.
+
+    def to_sdpa(self, query: int, source: int | None = None, **where: Any) -> Tensor:
+        """Give the bool `attn_mask` of `F.scaled_dot_product_attention`: True = may attend.
+
+        >>> from clearhead import masks
+        >>> masks.causal().to_sdpa(2)
+        tensor([[ True, False],
+                [ True,  True]])
+
+        Keywords as in `dense`. A row without any True is 0 here, and NaN in some of torch's kernels.
+        """
+        return self.dense(query, source, **where)
+
+    def to_additive(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **where: Any,
+    ) -> Tensor:
+        """Give the mask that is added to the scores: 0 = may attend, -inf = blocked.
+
+        >>> from clearhead import masks
+        >>> masks.causal().to_additive(2)
+        tensor([[0., -inf],
+                [0., 0.]])
+        """
+        allowed = self.dense(query, source, **where)
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+            ~allowed, -torch.inf
+        )
+
+    def to_multihead(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        batch: int | None = None,
+        head: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Give the bool `attn_mask` of `nn.MultiheadAttention`: True = blocked.
+
+        >>> from clearhead import masks
+        >>> masks.causal().to_multihead(2)
+        tensor([[False,  True],
+                [False, False]])
+        >>> masks.lengths([2, 1]).to_multihead(2, head=4).shape
+        torch.Size([8, 2, 2])
+
+        (query, source), or (batch * head, query, source) where the mask varies; then the number of
+        heads must be known.
+        """
+        sizes = self._sizes(query, source, batch, head)
+        blocked = ~self.dense(query, source, batch=batch, head=head, device=device)
+        if blocked.dim() == 2:
+            return blocked
+        if head is None and self.own.head in (None, 1):
+            raise value_error(
+                "head",
+                "must be given, because nn.MultiheadAttention takes (batch * head, query, source) "
+                "of a mask that varies",
+                hint="to_multihead(query, source, head=module.num_heads)",
+            )
+        return blocked.expand(sizes.batch, sizes.head, -1, -1).flatten(0, 1)
+
+    def to_flex(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        batch: int | None = None,
+        head: int | None = None,
+        device: torch.device | str = "cpu",
+        block_size: int | tuple[int, int] = 128,
+    ) -> Any:
+        """Give the `BlockMask` of FlexAttention; its `mask_mod` decides every edge exactly.
+
+        >>> from clearhead import masks
+        >>> masks.causal().to_flex(256).shape
+        (1, 1, 256, 256)
+        """
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        sizes = self._sizes(query, source, batch, head)
+        self.check(sizes)
+        moved = self.to(device)
+        many = (sizes.batch if sizes.batch > 1 else None, sizes.head if sizes.head > 1 else None)
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return moved._at(b, h, q_idx, kv_idx, sizes)
+
+        return create_block_mask(
+            mask_mod, *many, sizes.query, sizes.source, device=str(device), BLOCK_SIZE=block_size
+        )
+
+    def to(self, device: torch.device | str) -> Mask:
+        """Return the mask with its tensors on another device; a mask of numbers is its own copy."""
+        return self
+
+    # Composition.
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return compose(And, self, other)
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return compose(Or, self, other)
+
+    def __sub__(self, other: Mask | Tensor) -> Mask:
+        return compose(Minus, self, other)
+
+    def __rand__(self, other: Mask | Tensor) -> Mask:
+        return compose(And, other, self)
+
+    def __ror__(self, other: Mask | Tensor) -> Mask:
+        return compose(Or, other, self)
+
+    def __rsub__(self, other: Mask | Tensor) -> Mask:
+        return compose(Minus, other, self)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise type_error(
+            "mask",
+            "is a set of edges, not True or False",
+            hint="compose with & | - ~ in place of and, or, not",
+        )
+
+    def __repr__(self) -> str:
+        return self._text(full=True)
+
+    def __str__(self) -> str:
+        from clearhead.masks._words import summary
+
+        return summary(self)
+
+    def _short(self) -> str:
+        return self._text(full=False)
+
+    # Sizes.
+
+    def _sizes(
+        self, query: int | None, source: int | None, batch: int | None, head: int | None
+    ) -> Sizes:
+        # The package of the implementations imports the masks, hence not at the top.
+        from clearhead._impl.problem import Sizes
+
+        query = self.own.query if query is None else query
+        source = query if source is None else source
+        batch = (self.own.batch or 1) if batch is None else batch
+        head = (self.own.head or 1) if head is None else head
+        for name, size in (("query", query), ("source", source), ("batch", batch), ("head", head)):
+            if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
+                raise type_error(name, "takes a number of positions, as an integer", got=repr(size))
+            if size < 0:
+                raise value_error(name, "is a number of positions, 0 or more", got=size)
+        return Sizes(query, source, batch, head)  # pyright: ignore[reportArgumentType]
+
+    def _sizes_for(self, query: int | None, source: int | None, at: int) -> Sizes:
+        """Sizes for a question about one row or edge, where the mask may know them itself."""
+        source = self.own.source if source is None else source
+        if source is None:
+            source = query if query is not None else max(at, 0) + 1
+        query = (self.own.query or source) if query is None else query
+        return self._sizes(query, source, None, None)
+
+    def _affordable(self, sizes: Sizes) -> None:
+        edges = sizes.query * sizes.source * sizes.batch * sizes.head
+        if edges > PATIENCE:
+            raise value_error(
+                "query",
+                f"{self._short()} would have to be tested on {edges:,} edges one by one, "
+                f"more than {PATIENCE:,}",
+                shapes={"(query, source, batch, head)": tuple(sizes)},
+                hint="ask about fewer positions, or about one row with row(i, source)",
+            )
+
+
+class Pair(Mask):
+    """Two masks joined by an operator."""
+
+    _sign = ""
+
+    def __init__(self, left: Mask, right: Mask):
+        self.left, self.right = left, right
+        self.own = _agree(self, left, right)
+        self._calls = left._calls or right._calls
+
+    def to(self, device: torch.device | str) -> Mask:
+        left, right = self.left.to(device), self.right.to(device)
+        return self if left is self.left and right is self.right else type(self)(left, right)
+
+    def check(self, sizes: Sizes) -> None:
+        self.left.check(sizes)
+        self.right.check(sizes)
+
+    def _text(self, full: bool) -> str:
+        left, right = self.left._text(full), self.right._text(full)
+        left = f"({left})" if self.left._rank < self._rank else left
+        right = f"({right})" if self.right._rank <= self._rank else right
+        return f"{left} {self._sign} {right}"
+
+    def _blocks(self, where: tuple[int, ...]) -> tuple[Block, Block]:
+        return self.left._block(*where), self.right._block(*where)
+
+
+class And(Pair):
+    """The edges in both."""
+
+    _sign, _rank = "&", 1
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        return self.left._at(b, h, i, j, sizes) & self.right._at(b, h, i, j, sizes)
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        # A user's function is asked last, and only about edges that the other side allows.
+        first, last = (self.right, self.left) if self.left._calls else (self.left, self.right)
+        edges = first._tile(rows, columns, sizes, within)
+        if last._calls:
+            within = edges if within is None else edges & within
+        return edges & last._tile(rows, columns, sizes, within)
+
+    def _block(self, *where: int) -> Block:
+        left = self.left._block(*where)
+        return left and Block(min(left, self.right._block(*where)))
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
+        if left is None or right is None:
+            return None
+        return torch.maximum(left[0], right[0]), torch.minimum(left[1], right[1])
+
+
+class Or(Pair):
+    """The edges in one or both."""
+
+    _sign, _rank = "|", 0
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        return self.left._at(b, h, i, j, sizes) | self.right._at(b, h, i, j, sizes)
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        first, last = (self.right, self.left) if self.left._calls else (self.left, self.right)
+        edges = first._tile(rows, columns, sizes, within)
+        if last._calls:
+            within = ~edges if within is None else within & ~edges
+        return edges | last._tile(rows, columns, sizes, within)
+
+    def _block(self, *where: int) -> Block:
+        left = self.left._block(*where)
+        return left if left == Block.FULL else Block(max(left, self.right._block(*where)))
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
+        if left is None or right is None:
+            return None
+        (a, b), (c, d) = tidy(*left, sizes.source), tidy(*right, sizes.source)
+        touching = (torch.maximum(a, c) <= torch.minimum(b, d)) | (a == b) | (c == d)
+        if not readable(touching) or not touching.all():
+            return None
+        start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
+        return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
+
+
+class Not(Mask):
+    """All other edges."""
+
+    _rank = 3
+
+    def __init__(self, inner: Mask):
+        self.inner, self.own, self._calls = inner, inner.own, inner._calls
+
+    def to(self, device: torch.device | str) -> Mask:
+        inner = self.inner.to(device)
+        return self if inner is self.inner else Not(inner)
+
+    def check(self, sizes: Sizes) -> None:
+        self.inner.check(sizes)
+
+    def _text(self, full: bool) -> str:
+        text = self.inner._text(full)
+        return f"~({text})" if self.inner._rank < self._rank else f"~{text}"
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        return ~self.inner._at(b, h, i, j, sizes)
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        return ~self.inner._tile(rows, columns, sizes, within)
+
+    def _block(self, *where: int) -> Block:
+        return Block(2 - self.inner._block(*where))
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        found = self.inner._intervals(i, sizes)
+        if found is None:
+            return None
+        start, stop = tidy(*found, sizes.source)
+        empty, last = start == stop, stop == sizes.source
+        one_side = empty | last | (start == 0)
+        if not readable(one_side) or not one_side.all():
+            return None
+        zero = torch.zeros_like(start)
+        begin = torch.where(empty | last, zero, stop)
+        end = torch.where(last & ~empty, start, zero + sizes.source)
+        return begin, end
+
+
+class Minus(Pair):
+    """The edges of the first that are not in the second."""
+
+    _sign, _rank = "-", 2
+
+    def __init__(self, left: Mask, right: Mask):
+        super().__init__(left, right)
+        self._both = And(left, Not(right))
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        return self._both._at(b, h, i, j, sizes)
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        return self._both._tile(rows, columns, sizes, within)
+
+    def _block(self, *where: int) -> Block:
+        return self._both._block(*where)
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+        return self._both._intervals(i, sizes)
+
+
+def compose(kind: type[Pair], left: Mask | Tensor, right: Mask | Tensor) -> Any:
+    """Join two masks; a bool tensor counts as `dense(tensor)`."""
+    from clearhead.masks._data import dense
+
+    sides = [dense(side) if isinstance(side, Tensor) else side for side in (left, right)]
+    if not all(isinstance(side, Mask) for side in sides):
+        return NotImplemented
+    return kind(*sides)
+
+
+def _agree(whole: Pair, left: Mask, right: Mask) -> Own:
+    """The sizes that two masks fix together."""
+    sizes = []
+    for name in Own._fields:
+        a, b = getattr(left.own, name), getattr(right.own, name)
+        loose = (None, 1) if name in ("batch", "head") else (None,)
+        if a not in loose and b not in loose and a != b:
+            raise value_error(
+                "mask",
+                f"{left._short()} is made for {_count(a, name)}, {right._short()} for {b}",
+                shapes={
+                    "left  (batch, head, query, source)": left.own,
+                    "right (batch, head, query, source)": right.own,
+                },
+                hint="compose masks made from the data of the same call",
+            )
+        sizes.append(b if a in loose and b is not None else a)
+    return Own(*sizes)
+
+
+def _count(number: int, name: str) -> str:
+    plural = {"batch": "samples", "head": "heads", "query": "queries", "source": "sources"}
+    return f"{number} {name if number == 1 else plural[name]}"
+
+
+def tidy(start: Tensor, stop: Tensor, source: int) -> tuple[Tensor, Tensor]:
+    """Intervals inside of the sources, with stop == start where a row is empty."""
+    start, stop = start.clamp(0, source), stop.clamp(0, source)
+    return start, torch.maximum(start, stop)
+
+
+def readable(values: Tensor) -> bool:
+    """Whether Python may look at the values now: not while they are traced, mapped or fake."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(values) in (Tensor, torch.nn.Parameter)
+        and not values.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(values)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def position(name: str, given: int, size: int) -> int:
+    """A position, counted from the end where negative."""
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise type_error(name, "takes a position, as an integer", got=repr(given))
+    if not -size <= given < size:
+        raise value_error(name, f"lies in 0..{size - 1}, or counts from the end", got=given)
+    return given % size
+
+
+def pick(mask: Mask, edges: Tensor, sample: int | None, head: int | None) -> Tensor:
+    """The (rows, columns) of one sample and head."""
+    if edges.dim() == 2:
+        return edges
+    for name, chosen, size in (("sample", sample, edges.shape[0]), ("head", head, edges.shape[1])):
+        if chosen is None and size > 1:
+            raise value_error(
+                name,
+                f"must be given, because {mask._short()} differs between {size} {name}s",
+                hint=f"add {name}=0",
+            )
+    chosen = [
+        0 if size == 1 else position(name, given or 0, size)
+        for name, given, size in (
+            ("sample", sample, edges.shape[0]),
+            ("head", head, edges.shape[1]),
+        )
+    ]
+    return edges[chosen[0], chosen[1]]

@@ -1,0 +1,5 @@
+from clearhead.masks._mask import Mask
+
+
+def parse(text: str) -> Mask:
+    raise NotImplementedError
