@@ -117,7 +117,7 @@ def watch(
     matmul, softmax, matmul written by hand. A block that saw nothing raises on leaving.
     """
     modules = Modules(_watchable(model))
-    watcher = _Watcher(read, layers, heads, queries, calls, through, on_call)
+    watcher = _Watcher(modules.model, read, layers, heads, queries, calls, through, on_call)
     modules.on_generate, modules.on_forward = watcher.generating, watcher.forward_over
     seer = Interceptor(watcher, modules)
     with contextlib.ExitStack() as stack:
@@ -146,6 +146,7 @@ class _Watcher(Handler):
 
     def __init__(
         self,
+        model: Any,
         read: Reading | Sequence[Reading],
         layers: Any,
         heads: Any,
@@ -154,6 +155,7 @@ class _Watcher(Handler):
         through: bool,
         on_call: Callable[[Record], None] | None,
     ) -> None:
+        self.model = model
         self.single = isinstance(read, Reading)
         self.read = (read,) if isinstance(read, Reading) else tuple(read)
         for reading in self.read:
@@ -170,6 +172,7 @@ class _Watcher(Handler):
         self.count = 0
         self._made: list[Any] | None = None
         self._run: Stitcher | None = None
+        self._masks: list[tuple[Tensor, Mask]] = []
         self._runs: dict[str, int] = {}
         self._held: list[tuple[Call, float | None]] = []
 
@@ -229,7 +232,7 @@ class _Watcher(Handler):
         if self._run is not None:
             yield
             return
-        self._run = Stitcher(_prompt(args, kwargs))
+        self._run = Stitcher(self._prompt(args, kwargs))
         try:
             yield
             with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -237,16 +240,26 @@ class _Watcher(Handler):
         finally:
             self._run = None
 
+    def _prompt(self, args: Any, kwargs: Any) -> int | None:
+        """Find how many positions the prompt of `generate()` has, where they are the decoder's."""
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            given = [kwargs.get("decoder_input_ids")]
+        else:
+            given = [kwargs.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
+            given += args[:1]
+        sizes = [x.shape[1] for x in given if isinstance(x, Tensor) and x.ndim in (2, 3)]
+        return sizes[0] if sizes else None
+
     def _stitched(self, run: Stitcher) -> None:
-        total, masks_known = len(self.known), []
+        total = len(self.known)
         wanted = None if self.layers is None else {layer % total for layer in self.layers}
         for module in sorted(run.broken):
             self.note(f"{module}: the cache did not go on from the last step; rows may be mixed up")
         for track in run.tracks.values():
-            call = join(track, masks_known)
+            call = join(track, self._masks)
             number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
             if wanted is None or call.layer in wanted:
-                self._keep(call.but(call=number), track.check, run.prompt)
+                self._keep(call.but(call=number), track.check, run.prompt(track))
 
     def _name(self, layer: int) -> str:
         return f"{layer} ({self.known[layer]})" if self.known[layer] else str(layer)
@@ -280,7 +293,7 @@ class _Watcher(Handler):
             module=call.module,
             call=call.call,
             kind=call.kind,
-            mask=look.mask_of(call),
+            mask=look.mask_of(call, self._masks),
             scale=call.scale if call.query is None else call.problem.scale,
             check=check,
             how=call.how,
@@ -304,15 +317,6 @@ class _Watcher(Handler):
         _known("heads", self.heads, range(-most, most), lambda n: f"0..{most - 1}")
         times = max(self.call_counts.values(), default=0)
         _known("calls", self.calls, range(times), lambda n: f"0..{times - 1}")
-
-
-def _prompt(args: Any, kwargs: Any) -> int | None:
-    """Find how many positions the prompt of `generate()` has."""
-    given = [kwargs.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
-    for x in (*given, *args[:1]):
-        if isinstance(x, Tensor) and x.ndim in (2, 3):
-            return x.shape[1]
-    return None
 
 
 def _nothing(modules: Modules, notes: list[str]) -> str:

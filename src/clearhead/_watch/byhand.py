@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import string
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,24 +39,19 @@ def softmax(
     heads = origin.heads or seer.folded if scores.ndim == 3 else None
     if dim in (-1, scores.ndim - 1):
         lead, shape = _lead(scores.shape[:-2], heads, False), scores.shape[-2:]
-        seen = seer.place(Call(None, None, None, how="by hand"), *_pair(origin), count=False)
+        seen = seer.place(Call(None, None, None, how="by hand"), origin.product, count=False)
         with torch._C.DisableTorchFunction():
             changed = seer.handler.scores(seen.but(scores=scores.reshape(*lead, *shape)))
         if changed is not None:
             scores = changed.reshape(scores.shape)
             args, kwargs = (scores, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
     weights = func(*args, **kwargs)
-    query, key = _pair(origin)
-    found = Softmax(scores, weights, dim % scores.ndim, query, key, heads)
-    found.module = seer.running
+    assert origin.product is not None
+    found = Softmax(scores, weights, dim % scores.ndim, origin.product, heads)
+    found.module, found.scale = seer.running, origin.scale
     seer.pending[id(found)] = found.module
     seer.trace.mark(weights, Origin(origin.root, softmax=found))
     return weights
-
-
-def _pair(origin: Origin) -> tuple[Tensor | None, Tensor | None]:
-    left, right = origin.product or (lambda: None, lambda: None)
-    return left(), right()
 
 
 def product(seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,11 +68,14 @@ def product(seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if any(_fixed(x) for x in operands):
         seer.trace.follow(func, args, kwargs, out)
         return out
-    pair = tuple(weakref.ref(x) for x in operands)
-    known = seer.trace.origin(operands[0]) or seer.trace.origin(operands[1])
-    roots = known.root if known else seer.trace.root(operands[0])
-    heads = known.heads if known else None
-    seer.trace.mark(out, Origin(roots, product=pair, heads=heads))
+    origins = [seer.trace.origin(x) for x in operands]
+    roots = [origin.root if origin else seer.trace.root(x) for origin, x in zip(origins, operands, strict=True)]
+    known = [origin for origin in origins if origin]
+    heads = next((origin.heads for origin in known if origin.heads), None)
+    scale = math.prod(origin.scale for origin in known)
+    alpha = kwargs.get("alpha", 1.0)
+    pair = (roots[0], roots[1])
+    seer.trace.mark(out, Origin(roots[0], product=pair, heads=heads, scale=scale * alpha))
     return out
 
 
@@ -105,10 +103,11 @@ def _attention(
         return out
     found.taken = True
     seer.pending.pop(id(found), None)
-    folded = [x.permute(layout.weights) for x in (found.scores, found.weights)]
+    folded = [x.permute(layout.weights) for x in _unfolded(found, weights)]
     sources = layout.value.shape[-2]
     lead = folded[0].shape[:-2]
-    four = _lead(lead, found.heads, _groups(layout.value, lead))
+    heads = found.heads or (found.scores.shape[-3] if weights.ndim < found.scores.ndim else None)
+    four = _lead(lead, heads, _groups(layout.value, lead))
     scores, made = (x.reshape(*four, *x.shape[-2:]) for x in folded)
     with torch.no_grad():
         lse = torch.logsumexp(scores.float() if scores.dtype != torch.float64 else scores, -1)
@@ -120,10 +119,11 @@ def _attention(
         scores=scores[..., :sources],
         weights=made[..., :sources],
         lse=lse,
+        scale=found.scale,
         dropout=float(origin.dropped),
-        how="by hand",
+        how="eager" if seer.frames else "by hand",
     )
-    call = seer.place(call, found.query, found.key)
+    call = seer.place(call, found.roots)
     there = out.permute(layout.context)
     context = there.reshape(*four, *there.shape[-2:])
     with torch._C.DisableTorchFunction():
@@ -132,10 +132,21 @@ def _attention(
         back = [layout.context.index(axis) for axis in range(out.ndim)]
         out = changed.reshape(there.shape).permute(back)
     found.scores = found.weights = out.new_empty(0)
-    found.query = found.key = None
     seer.saw()
     seer.trace.mark(out, Origin(origin.root))
     return out
+
+
+def _folds(weights: Tensor, scores: Tensor) -> bool:
+    """Whether heads were folded into the batch between softmax and value."""
+    return weights.ndim == 3 and scores.ndim == 4 and weights.shape[-2] == scores.shape[-2]
+
+
+def _unfolded(found: Softmax, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Give scores and weights the axes that the weights had when they met the value."""
+    if weights.ndim == found.scores.ndim:
+        return found.scores, found.weights
+    return found.scores.flatten(0, 1), found.weights.flatten(0, 1)
 
 
 def _lead(lead: torch.Size, heads: int | None, groups: bool) -> tuple[int, int]:
@@ -185,7 +196,7 @@ def _layout(
     last = found.dim == found.scores.ndim - 1
     if not last:
         return f"its softmax runs over axis {found.dim}, which is not that of the sources"
-    if weights.ndim != found.scores.ndim:
+    if weights.ndim != found.scores.ndim and not _folds(weights, found.scores):
         return "its weights were reshaped between softmax and value"
     if at == 0 and not origin.swapped:
         return Layout(same, tuple(range(out.ndim)), value)

@@ -128,7 +128,8 @@ def from_sdpa(
             bias, closed = parts.bias, parts.closed
             mask = None if parts.allowed is None else masks.dense(parts.allowed)
     if is_causal:
-        causal = masks.causal(align="start")
+        square = query.shape[-2] == key.shape[-2]
+        causal = masks.causal() if square else masks.causal(align="start")
         mask = causal if mask is None else mask & causal
     query, key, value = (_four(x, lead, None, query.ndim) for x in (query, key, value))
     if closed is not None:

@@ -100,7 +100,7 @@ def _described(
         dropout=kwargs.get("dropout") or 0.0,
         how=name,
     )
-    return seer.place(call, query, key)
+    return seer.place(call, seer.roots(query, key))
 
 
 def _more_masks(block: Any, causal: bool, window: int | None, name: str) -> Iterator[masks.Mask]:
@@ -124,7 +124,7 @@ def _opaque(seer: Interceptor, call: Call, run: Callable[[], Any]) -> Any:
 
     assert call.query is not None and call.value is not None
     shape = (*call.query.shape[:3], call.value.shape[-1])
-    mixed = seer.fused(call, context, shape)
+    mixed = seer.fused(call, context, shape, call.query)
     return (mixed.transpose(1, 2), *(rest or [None]))
 
 

@@ -80,10 +80,13 @@ class Interceptor(TorchFunctionMode):
         shape = (*lead, *query.shape[-3:-1], value.shape[-1])
         with quiet():
             call = calls.from_sdpa(**self._unpacked(given), split=self.split)
-        return self.fused(self.place(call, query, key), lambda: func(*args, **kwargs), shape)
+        call = self.place(call, self.roots(query, key))
+        return self.fused(call, lambda: func(*args, **kwargs), shape, query)
 
-    def fused(self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Run a call whose weights are never made, and whose context has the given shape."""
+    def fused(
+        self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...], query: Tensor
+    ) -> Tensor:
+        """Run a call whose weights are never made; the context has `shape`, and the query's root."""
         with quiet():
             other = self.handler.before(call)
         context = run() if other is None else other.reshape(shape)
@@ -94,7 +97,7 @@ class Interceptor(TorchFunctionMode):
         if changed is not None:
             context = changed.reshape(shape)
         self.saw()
-        self.trace.mark(context, Origin(self.trace.root(call.query)))
+        self.trace.mark(context, Origin(self.trace.root(query)))
         return context
 
     def multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,26 +149,31 @@ class Interceptor(TorchFunctionMode):
         if self.frames:
             self.frames[-1].seen = True
 
-    def place(self, call: Call, query: Any = None, key: Any = None, *, count: bool = True) -> Call:
+    def place(
+        self, call: Call, roots: tuple[int, int] | None = None, *, count: bool = True
+    ) -> Call:
         """Give the call its module, layer, number and kind."""
         module = self.running
         layer = self._layers.get(module, len(self._layers))
         number = self._calls.get(module, -1) + 1
         if count:
             self._layers[module], self._calls[module] = layer, number
-        kind = self._kind(module, query, key)
+        kind = self._kind(module, roots)
         return call.but(module=module, layer=layer, call=number, kind=kind)
 
-    def _kind(self, module: str, query: Any, key: Any) -> str:
+    def roots(self, query: Tensor, key: Tensor) -> tuple[int, int] | None:
+        """Give what query and key descend from, where both are known."""
+        left, right = self.trace.origin(query), self.trace.origin(key)
+        return (left.root, right.root) if left and right else None
+
+    def _kind(self, module: str, roots: tuple[int, int] | None) -> str:
         """Tell self from cross attention by whether query and key descend from one input."""
         named = self.modules.says_cross(module)
         if named is not None:
             return "cross" if named else "self"
-        left, right = self.trace.origin(query), self.trace.origin(key)
-        if left is None or right is None:
+        if roots is None:
             return self._kinds.get(module, "self")
-        kind = "self" if left.root == right.root else "cross"
-        return self._kinds.setdefault(module, kind)
+        return self._kinds.setdefault(module, "self" if roots[0] == roots[1] else "cross")
 
     def _unpacked(self, given: dict[str, Any]) -> dict[str, Any]:
         """Undo what `transformers` does to grouped heads: keys repeated, or queries packed."""

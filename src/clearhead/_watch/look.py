@@ -15,7 +15,7 @@ from clearhead._watch.call import Call
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Scores, Strip, Weights
 
-__all__ = ["allowed", "choose_heads", "difference", "mask_of", "read", "strip"]
+__all__ = ["allowed", "choose_heads", "difference", "mask_of", "read", "shared", "strip"]
 
 # Numbers in one strip of scores: 4 MiB of float32.
 _STRIP = 1 << 20
@@ -170,13 +170,26 @@ def difference(call: Call, context: Tensor, rows: Sequence[int]) -> float | None
     return float((again - own).abs().max())
 
 
-def mask_of(call: Call) -> Mask | None:
+def mask_of(call: Call, known: list[tuple[Tensor, Mask]]) -> Mask | None:
     """Give the edges that the call allows; None where it allows all."""
     if call.scores is None:
         return call.mask
-    edges = allowed(call.scores)
+    return shared(allowed(call.scores), known)
+
+
+def shared(edges: Tensor, known: list[tuple[Tensor, Mask]]) -> Mask | None:
+    """Make a mask of (batch, head, query, source) edges: a named one, or one shared by layers."""
     if bool(edges.all()):
         return None
-    same = edges[:1] if bool((edges == edges[:1]).all()) else edges
-    same = same[:, :1] if bool((same == same[:, :1]).all()) else same
-    return masks.dense(same)
+    for axis in (0, 1):
+        one = edges.narrow(axis, 0, 1)
+        edges = one if bool((edges == one).all()) else edges
+    if edges.shape[:2] == (1, 1):
+        query, source = edges.shape[2:]
+        if torch.equal(edges[0, 0], masks.causal().dense(query, source, device=edges.device)):
+            return masks.causal()
+    for tensor, mask in known:
+        if tensor.shape == edges.shape and torch.equal(tensor, edges):
+            return mask
+    known.append((edges.contiguous(), masks.dense(edges.contiguous())))
+    return known[-1][1]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead import masks
 from clearhead._impl.problem import Sizes
+from clearhead._watch import look
 from clearhead._watch.call import Call
 from clearhead.masks import Mask
 
@@ -21,8 +21,9 @@ __all__ = ["Stitcher", "Track", "join"]
 class Piece:
     """New rows of one step: the call they come from, their positions and those of its sources."""
 
-    call: Call
+    call: Call  # of chosen rows; without keys, which the track has
     rows: range  # of the call's own queries
+    sizes: Sizes  # of the call
     shift: int  # position of the call's source 0 in the whole sequence
     order: list[Tensor] = field(default_factory=list)  # reorderings of the batch since
 
@@ -41,10 +42,16 @@ class Stitcher:
     """Collects the calls of one run of `generate()`."""
 
     def __init__(self, prompt: int | None) -> None:
-        self.prompt = prompt
         self.tracks: dict[tuple[str, str], Track] = {}
         self.broken: set[str] = set()
+        self._prompt = prompt
         self._order: Tensor | None = None
+
+    def prompt(self, track: Track) -> int | None:
+        """How many positions of a track were not generated; None where nothing was."""
+        if len(track.pieces) == 1:
+            return None
+        return self._prompt or len(track.pieces[0].rows)
 
     def add(self, call: Call, check: float | None) -> None:
         """Take the rows of a step that were not there before."""
@@ -61,10 +68,14 @@ class Stitcher:
         if track.pieces and not self._follows(track, call, shift, again):
             self.broken.add(call.module)
         rows = range(query - new, query)
-        track.pieces.append(Piece(_lean(call, rows), rows, shift))
+        sizes = Sizes(query, source, *call.sizes[:2])
+        track.pieces.append(Piece(_lean(call, rows), rows, sizes, shift))
         if call.key is not None and (call.kind == "self" or not track.keys):
-            keys = call.key if call.kind == "cross" else call.key[:, :, whole - new - shift : whole - shift]
-            track.keys.append(keys)
+            keys = call.key
+            if call.kind == "self":
+                keys = keys[:, :, whole - new - shift : whole - shift]
+            # a cache is written to again, and holding a view would hold all of it
+            track.keys.append(keys.clone())
         track.covered = whole
 
     def _follows(self, track: Track, call: Call, shift: int, again: bool) -> bool:
@@ -91,11 +102,11 @@ class Stitcher:
 def _lean(call: Call, rows: range) -> Call:
     """Keep of a call only what stitching needs."""
     if call.scores is None:
-        return call.but(value=call.key)
+        return call.but(query=_rows(call.query, rows), key=None, value=None)
     assert call.weights is not None and call.lse is not None
     at = slice(rows.start, rows.stop)
     return call.but(
-        query=None,
+        key=None,
         value=None,
         scores=call.scores[:, :, at],
         weights=call.weights[:, :, at],
@@ -125,23 +136,19 @@ def _reorder(track: Track, order: Tensor) -> None:
 def join(track: Track, known: list[tuple[Tensor, Mask]]) -> Call:
     """Make one call of all steps; equal masks are shared through `known`."""
     first = track.pieces[0].call
-    if len(track.pieces) == 1 and first.scores is None and first.sizes[3] == track.covered:
-        return first.but(call=0)
-    source = first.sizes[3] if first.kind == "cross" else track.covered
-    batch, heads = track.pieces[-1].call.sizes[:2]
+    source = track.pieces[0].sizes.source if first.kind == "cross" else track.covered
     if first.scores is not None:
-        return _join_scores(track, first, (batch, heads, track.covered, source))
-    queries = [_picked(_rows(p.call.query, p.rows), p.order) for p in track.pieces]
+        return _join_scores(track, first, source)
+    queries = [_picked(p.call.query, p.order) for p in track.pieces]
     key = torch.cat(track.keys, 2)
-    mask = _shared(_join_masks(track, source), known)
+    mask = look.shared(_join_masks(track, source), known)
     bias = None
     if any(p.call.bias is not None for p in track.pieces):
-        bias = _placed(track, source, 0.0, lambda p: _bias_rows(p.call, p.rows))
+        bias = _placed(track, source, 0.0, _bias_rows)
     return first.but(query=torch.cat(queries, 2), key=key, value=key, mask=mask, bias=bias)
 
 
-def _join_scores(track: Track, first: Call, sizes: tuple[int, int, int, int]) -> Call:
-    source = sizes[3]
+def _join_scores(track: Track, first: Call, source: int) -> Call:
     low = torch.finfo(first.scores.dtype).min if first.scores is not None else -math.inf
     scores = _placed(track, source, -math.inf, lambda p: _open(p.call.scores, low))
     weights = _placed(track, source, 0.0, lambda p: p.call.weights)
@@ -155,13 +162,13 @@ def _open(scores: Any, low: float) -> Tensor:
 
 def _join_masks(track: Track, source: int) -> Tensor:
     def edges(piece: Piece) -> Tensor:
-        call, device = piece.call, piece.call.key.device if piece.call.key is not None else None
-        batch, heads, query, width = call.sizes
+        device = track.keys[0].device
         rows = torch.tensor(list(piece.rows), dtype=torch.int64, device=device)
-        columns = torch.arange(width, device=device)
-        if call.mask is None:
-            return torch.ones(1, 1, len(rows), width, dtype=torch.bool, device=device)
-        tile = call.mask.tile(rows, columns, Sizes(query, width, batch, heads))
+        columns = torch.arange(piece.sizes.source, device=device)
+        if piece.call.mask is None:
+            shape = (1, 1, len(rows), len(columns))
+            return torch.ones(shape, dtype=torch.bool, device=device)
+        tile = piece.call.mask.tile(rows, columns, piece.sizes)
         return tile.reshape((1,) * (4 - tile.ndim) + tuple(tile.shape))
 
     return _placed(track, source, False, edges)
@@ -180,12 +187,13 @@ def _placed(track: Track, source: int, blank: Any, part: Any) -> Tensor:
     return torch.cat([x.expand(*lead, *x.shape[2:]) for x in laid], 2)
 
 
-def _bias_rows(call: Call, rows: range) -> Tensor:
-    width = call.sizes[3]
-    assert call.query is not None
-    bias = call.query.new_zeros(1, 1, 1, 1) if call.bias is None else call.bias
-    bias = bias if bias.shape[2] == 1 else _rows(bias, rows)
-    return bias.expand(*bias.shape[:2], len(rows), width)
+def _bias_rows(piece: Piece) -> Tensor:
+    bias = piece.call.bias
+    if bias is None:
+        assert piece.call.query is not None
+        bias = piece.call.query.new_zeros(1, 1, 1, 1)
+    bias = bias if bias.shape[2] == 1 else _rows(bias, piece.rows)
+    return bias.expand(*bias.shape[:2], len(piece.rows), piece.sizes.source)
 
 
 def _rows(x: Any, rows: range) -> Tensor:
@@ -196,19 +204,3 @@ def _picked(x: Any, order: list[Tensor]) -> Tensor:
     for index in order:
         x = x[index] if x.shape[0] > 1 else x
     return x
-
-
-def _shared(edges: Tensor, known: list[tuple[Tensor, Mask]]) -> Mask | None:
-    """Name a causal mask; keep one object for the equal masks of many layers."""
-    query, source = edges.shape[-2:]
-    if bool(edges.all()):
-        return None
-    if edges.shape[:2] == (1, 1) or bool((edges == edges[:1, :1]).all()):
-        edges = edges[:1, :1]
-        if torch.equal(edges[0, 0], masks.causal().dense(query, source, device=edges.device)):
-            return masks.causal()
-    for tensor, mask in known:
-        if tensor.shape == edges.shape and torch.equal(tensor, edges):
-            return mask
-    known.append((edges, masks.dense(edges)))
-    return known[-1][1]

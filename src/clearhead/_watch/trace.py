@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,13 @@ _INSERTS = {torch.cat, torch.concat, torch.Tensor.index_copy_, torch.Tensor.copy
 _INSERTS |= {torch.Tensor.index_copy, torch.Tensor.__setitem__, torch.Tensor.scatter_}
 _FORGET = {torch.nn.functional.embedding, torch.argmax, torch.Tensor.argmax}
 _DROPOUTS = {F.dropout, F.dropout1d, F.alpha_dropout, torch.dropout}
+_FACTORS = {
+    **dict.fromkeys((torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.mul_), True),
+    **dict.fromkeys((torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__imul__), True),
+    **dict.fromkeys((torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.div_), False),
+    **dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__itruediv__), False),
+}
+_PROJECTIONS = {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm}
 _SWAPS = {torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute}
 _SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten}
 
@@ -43,12 +50,11 @@ class Softmax:
     scores: Tensor  # as the model gave them to the softmax
     weights: Tensor
     dim: int
-    query: Tensor | None
-    key: Tensor | None
+    roots: tuple[int, int]
     heads: int | None
     module: Any = None
+    scale: float = 1.0
     taken: bool = False
-    flags: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,12 @@ class Origin:
     """What is known of a tensor: the input it descends from, and its part in an attention."""
 
     root: int
-    product: tuple[Any, Any] | None = None  # weak references to query and key
+    product: tuple[int, int] | None = None  # the roots of query and key
     softmax: Softmax | None = None
     swapped: bool = False  # the last two axes stand the other way round
     heads: int | None = None  # the head axis that was folded into the batch
     dropped: bool = False
+    scale: float = 1.0  # what multiplied it since its projection
 
 
 class Trace:
@@ -106,7 +113,9 @@ class Trace:
         if not isinstance(out, (Tensor, tuple, list)):
             return
         known = None
+        learned = func in _PROJECTIONS
         for tensor in tensors((args, kwargs) if kwargs else args):
+            learned = learned or isinstance(tensor, Parameter)
             origin = self.origin(tensor)
             if origin is None:
                 continue
@@ -116,10 +125,12 @@ class Trace:
             known = self._begin(func, args, kwargs)
             if known is None:
                 return
-        if func in _FORGET:
-            known = Origin(known.root)
+        if func in _FORGET or (learned and known.softmax is None):
+            known = Origin(known.root, product=known.product if func not in _FORGET else None)
         elif func in _DROPOUTS and _drops(*args, **kwargs):
             known = replace(known, dropped=True)
+        elif func in _FACTORS and len(args) == 2:
+            known = _scaled(known, func, args)
         source = args[0] if args and isinstance(args[0], Tensor) else None
         for tensor in tensors(out):
             if tensor.is_floating_point():
@@ -131,7 +142,7 @@ class Trace:
             self._roots += 1
             return Origin(self._roots)
         found = list(tensors((args, kwargs)))
-        if not any(isinstance(x, Parameter) for x in found):
+        if func not in _PROJECTIONS and not any(isinstance(x, Parameter) for x in found):
             return None
         activations = [x for x in found if not isinstance(x, Parameter) and x.is_floating_point()]
         return Origin(self.root(*activations[:1])) if activations else None
@@ -148,6 +159,16 @@ def _inherit(known: Origin, func: Any, source: Tensor | None, out: Tensor) -> Or
         elif func in _SHAPES and source.ndim == 4 and out.ndim == 3 and out.shape[1:] == last:
             known = replace(known, heads=source.shape[1])
     return known
+
+
+def _scaled(known: Origin, func: Any, args: tuple[Any, ...]) -> Origin:
+    """Follow multiplication by a plain number, or by a tensor that holds one."""
+    factor = args[1] if isinstance(args[0], Tensor) and args[0].numel() != 1 else args[0]
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1 or factor.is_meta:
+            return known
+        factor = factor.item()
+    return replace(known, scale=known.scale * factor if _FACTORS[func] else known.scale / factor)
 
 
 def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
