@@ -58,7 +58,7 @@ def flags(**given: Any) -> None:
             raise type_error(
                 name,
                 "is True or False",
-                got=type(value).__name__,
+                got="a tensor" if isinstance(value, Tensor) else repr(value),
                 hint="pass masks by name: mask=, attn_mask= or key_padding_mask=",
             )
 
@@ -73,7 +73,9 @@ def tensors(weight: Tensor, query: Any, key: Any, value: Any) -> None:
         if not x.is_floating_point():
             hint = "embed token ids first; convert other numbers with .float()"
             raise type_error(name, "is a floating-point tensor", got=x.dtype, hint=hint)
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.layout not in (torch.strided, torch.jagged):
+            raise type_error(name, "is a dense tensor", got=x.layout, hint=f"{name}.to_dense()")
+        if x.dtype != weight.dtype and not _casts(x, weight):
             raise type_error(
                 name,
                 "has the dtype of the layer's parameters",
@@ -94,6 +96,12 @@ def tensors(weight: Tensor, query: Any, key: Any, value: Any) -> None:
             "are all nested tensors or all dense ones",
             got=f"nested {' and '.join(nested_ones)} beside dense ones",
         )
+
+
+def _casts(x: Tensor, weight: Tensor) -> bool:
+    """Say whether autocast brings both to one dtype; float64 it leaves alone."""
+    doubled = torch.float64 in (x.dtype, weight.dtype)
+    return torch.is_autocast_enabled(x.device.type) and not doubled
 
 
 def nested(layer: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, **rest: Any):

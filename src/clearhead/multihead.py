@@ -124,12 +124,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         answer = attend(q, k, v, edges, bias=bias, dropout=dropout, read=wanted)
         context, values = (answer, None) if wanted is None else answer
         output = self.out_proj(self._join(context, query.ndim))
-        if query.ndim == 2:
+        if query.ndim == 2 and values is not None:
             values = tree_map(lambda x: x.squeeze(0), values)
         if read is not None or values is None:
             return output, values
-        weights = values.to(output.dtype)
-        return output, weights.mean(-3) if average_attn_weights else weights
+        weights = values.mean(-3) if average_attn_weights else values
+        return output, weights.to(output.dtype)
 
     def _project(
         self, packed: Tensor | None, query: Tensor, key: Tensor, value: Tensor
@@ -200,7 +200,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             parts.append(checks.per_head(attn_mask, sizes))
         if not parts:
             return None
-        return F.pad(functools.reduce(operator.add, parts), (0, self._appended))
+        bias = functools.reduce(operator.add, parts)
+        return F.pad(bias, (0, self._appended)) if self._appended else bias
 
     def _each(self, query: Tensor, key: Tensor, value: Tensor, **flags: Any) -> Any:
         """Attend in each sample of nested tensors on its own."""
