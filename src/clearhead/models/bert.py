@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from clearhead import attend, masks
 from clearhead.errors import value_error
 from clearhead.models.checks import check_sizes
+from clearhead.models.gpt import turn
 from clearhead.models.text import Characters
 
 __all__ = ["BERT", "hide"]
@@ -36,10 +37,14 @@ class Attention(nn.Module):
         self.join = nn.Linear(width, width)
 
     def forward(
-        self, x: Float[Tensor, "batch position width"], mask: masks.Mask | None, read: Any
+        self,
+        x: Float[Tensor, "batch position width"],
+        positions: Int[Tensor, " position"],
+        mask: masks.Mask | None,
+        read: Any,
     ) -> tuple[Float[Tensor, "batch position width"], Any]:
-        query = self.split(self.query_layer(x))
-        key = self.split(self.key_layer(x))
+        query = turn(self.split(self.query_layer(x)), positions)
+        key = turn(self.split(self.key_layer(x)), positions)
         value = self.split(self.value_layer(x))
         dropout = self.dropout if self.training else 0.0
         answer = attend(query, key, value, mask, read=read, dropout=dropout)
@@ -63,8 +68,10 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: masks.Mask | None, read: Any) -> tuple[Tensor, Any]:
-        mixed, seen = self.attention(self.attention_norm(x), mask, read)
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: masks.Mask | None, read: Any
+    ) -> tuple[Tensor, Any]:
+        mixed, seen = self.attention(self.attention_norm(x), positions, mask, read)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.feed(self.feed_norm(x))), seen
 
@@ -102,7 +109,6 @@ class BERT(nn.Module):
         self.length = length
         self.size = check_sizes(vocabulary, **self.config)
         self.embedding = nn.Embedding(self.size, width)
-        self.position = nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -121,11 +127,11 @@ class BERT(nn.Module):
             got = tokens.shape[-1]
             raise value_error("tokens", f"the model reads {self.length} positions", got=got)
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        x = self.dropout(self.embedding(tokens) + self.position(positions))
+        x = self.dropout(self.embedding(tokens))
 
         seen = []
         for block in self.blocks:
-            x, value = block(x, mask, read)
+            x, value = block(x, positions, mask, read)
             seen.append(value)
 
         logits = self.head(self.norm(x))

@@ -73,14 +73,17 @@ def build(tensors: Mapping[str, Tensor], header: Mapping[str, Any], path: Path) 
     """Make the model that a header describes, with these weights; check that they fit."""
     config = dict(header)
     config.pop("version")
-    kind = KINDS.get(config.pop("model", None))
+    kind = KINDS.get(str(config.pop("model", None)))
     if kind is None:
         known = ", ".join(KINDS)
         raise value_error("model", f"needs to be one of {known}", got=f"{header.get('model')!r}")
     words = config.pop("vocabulary", None)
     # More layers than tensors cannot be right, and would take for ever to build.
     if not isinstance(config.get("layers"), int) or config["layers"] > len(tensors):
-        raise _damaged(path, f"it says it has {config.get('layers')!r} layers")
+        raise _damaged(
+            path,
+            f"it says it has {config.get('layers')!r} layers, and holds {len(tensors)} tensors",
+        )
     try:
         vocabulary = Characters(words, kind.special) if isinstance(words, str) else words
         with torch.device("meta"):

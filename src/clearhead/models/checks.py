@@ -23,4 +23,8 @@ def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> i
     heads, width = sizes.get("heads", 1), sizes["width"]
     if width % heads:
         raise value_error("heads", "needs to divide width", got=f"{heads} heads, width {width}")
+    if "heads" in sizes and width // heads % 2:
+        # Features are turned in pairs.
+        rule = "width / heads needs to be even"
+        raise value_error("width", rule, got=f"{width} / {heads} = {width // heads}")
     return size

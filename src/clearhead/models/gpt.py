@@ -1,8 +1,8 @@
 """A small GPT: every position looks back, and guesses the token that comes next.
 
-    tokens -> embedding + position -> blocks of (attention, feed-forward) -> norm -> logits
+    tokens -> embedding -> blocks of (attention, feed-forward) -> norm -> logits
 
-Read from top to bottom: one attention layer, one block, the model.
+Read from top to bottom: how positions are told apart, one attention layer, one block, the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,28 @@ from clearhead.errors import value_error
 from clearhead.models.checks import check_sizes
 from clearhead.models.text import Characters
 
-__all__ = ["GPT"]
+__all__ = ["GPT", "turn"]
+
+
+def turn(
+    x: Float[Tensor, "*batch position head_dim"], positions: Int[Tensor, " position"]
+) -> Float[Tensor, "*batch position head_dim"]:
+    """Turn pairs of features by an angle that grows with the position (RoPE, Su et al. 2021).
+
+    >>> x = torch.ones(1, 4)
+    >>> at = lambda position: turn(x, torch.tensor([position]))
+    >>> torch.allclose(at(7) @ at(5).T, at(3) @ at(1).T)
+    True
+
+    So the dot product of a query and a key depends on their contents and on the distance between
+    them: "the token before me" is one pattern, wherever in the text it happens.
+    """
+    half = x.shape[-1] // 2
+    speeds = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = positions[:, None] * speeds
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
 
 
 class Attention(nn.Module):
@@ -36,12 +57,13 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch position width"],
+        positions: Int[Tensor, " position"],
         mask: masks.Mask,
         past: dict[str, Tensor] | None,
         read: Any,
     ) -> tuple[Float[Tensor, "batch position width"], Any]:
-        query = self.split(self.query_layer(x))
-        key = self.split(self.key_layer(x))
+        query = turn(self.split(self.query_layer(x)), positions)
+        key = turn(self.split(self.key_layer(x)), positions)
         value = self.split(self.value_layer(x))
         if past is not None:
             # What earlier positions computed is kept: only the new positions are worked out.
@@ -71,8 +93,10 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: masks.Mask, past: Any, read: Any) -> tuple[Tensor, Any]:
-        mixed, seen = self.attention(self.attention_norm(x), mask, past, read)
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: masks.Mask, past: Any, read: Any
+    ) -> tuple[Tensor, Any]:
+        mixed, seen = self.attention(self.attention_norm(x), positions, mask, past, read)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.feed(self.feed_norm(x))), seen
 
@@ -110,7 +134,6 @@ class GPT(nn.Module):
         self.length = length
         size = check_sizes(vocabulary, **self.config)
         self.embedding = nn.Embedding(size, width)
-        self.position = nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -135,12 +158,12 @@ class GPT(nn.Module):
         if stop > self.length:
             raise value_error("tokens", f"the model reads {self.length} positions", got=stop)
         positions = torch.arange(start, stop, device=tokens.device)
-        x = self.dropout(self.embedding(tokens) + self.position(positions))
+        x = self.dropout(self.embedding(tokens))
 
         allowed = masks.causal() if mask is None else masks.causal() & mask
         seen = []
         for number, block in enumerate(self.blocks):
-            x, value = block(x, allowed, cache[number] if cache else None, read)
+            x, value = block(x, positions, allowed, cache[number] if cache else None, read)
             seen.append(value)
 
         logits = self.head(self.norm(x))

@@ -34,8 +34,8 @@ Batch = tuple[Tensor, Tensor, Any]  # tokens, targets, mask or None
 class Settings:
     """What a training run is set to; all of it is kept in the checkpoint."""
 
-    steps: int = 600
-    batch: int = 32
+    steps: int = 800
+    batch: int = 16
     learning_rate: float = 3e-3
     seed: int = 0
     weight_decay: float = 0.1
@@ -45,11 +45,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
-            if getattr(self, name) < 1:
-                raise value_error(name, "needs to be 1 or more", got=getattr(self, name))
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                raise value_error(name, "needs to be a whole number of 1 or more", got=number)
         for name in ("learning_rate", "clip"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+            if not 0 < getattr(self, name) < math.inf:
                 raise value_error(name, "needs to be a number above 0", got=getattr(self, name))
+        if not 0 <= self.weight_decay < math.inf:
+            raise value_error("weight_decay", "needs to be 0 or more", got=self.weight_decay)
         if not 0 <= self.seed < 2**31:
             raise value_error("seed", "needs to be in 0..2147483647", got=self.seed)
 
@@ -195,8 +198,10 @@ def resume(path: str | Path, text: str, *, steps: int | None = None) -> Training
     tensors, header = checkpoint.read(path / TRAINING_FILE)
     try:
         saved = dict(header.pop("training"))
-        step = int(saved.pop("step"))
+        step = saved.pop("step")
         settings = Settings(**saved)
+        if not isinstance(step, int) or step < 0:
+            raise TypeError(f"step {step!r}")
     except (KeyError, TypeError, ValueError) as error:
         raise value_error(
             "resume", f"the state of the training is damaged ({error})", got=path
@@ -241,8 +246,8 @@ def _windows(
 
 
 def _mixed(seed: int, number: int) -> int:
-    # Far apart, so that two seeds never share a batch.
-    return seed * 2**32 + number
+    # Into 32 bits, because torch's generator looks at no more of a seed.
+    return (seed * 1_000_003 + number) % 2**32
 
 
 def make_shipped() -> Path:
