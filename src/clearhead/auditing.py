@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clearhead._audit import forms
 from clearhead._audit.changes import contents
+from clearhead._audit.generation import audit_generation
 from clearhead._audit.judge import judge, suspicious
+from clearhead._audit.modes import audit_modes
+from clearhead._audit.padding import audit_padding
 from clearhead._audit.place import name_of
 from clearhead._audit.report import Finding, Report
 from clearhead._audit.runner import Runner
+from clearhead._audit.samples import audit_batch, document_ids
 from clearhead._audit.state import untouched
 from clearhead._audit.subject import read_inputs
 from clearhead._audit.trouble import look_for_trouble
@@ -84,11 +87,22 @@ class Audit:
             report.notes.append("nothing is forbidden at this size, so nothing could leak")
         return report
 
-    padding = staticmethod(forms.padding)
-    batch = staticmethod(forms.batch)
-    documents = staticmethod(forms.documents)
-    generation = staticmethod(forms.generation)
-    modes = staticmethod(forms.modes)
+    def documents(
+        self, model: Callable[..., Any], inputs: Any, ids: Any = None, **options: Any
+    ) -> Report:
+        """Test that no packed document sees another.
+
+        `ids` gives each position the number of its document; without them documents begin where
+        the `position_ids` in the inputs begin anew. Options are those of `audit`.
+        """
+        from clearhead.masks import document
+
+        return self(model, inputs, document(document_ids(inputs, ids)), **options)
+
+    batch = staticmethod(audit_batch)
+    generation = staticmethod(audit_generation)
+    modes = staticmethod(audit_modes)
+    padding = staticmethod(audit_padding)
 
 
 audit = Audit()

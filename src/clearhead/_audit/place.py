@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead._audit.runner import Change, Runner
 from clearhead._audit.subject import Inputs, rows_of, tensors_in
 
-__all__ = ["first_moved", "name_of"]
+__all__ = ["Step", "first_difference", "first_moved", "name_of", "trace"]
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Step:
     """One call of a module: the rows of one query in what it was given and in what it gave."""
 
     name: str
+    turn: int  # which call of that module
     given: list[Tensor]
     gave: list[Tensor] = field(default_factory=list)
 
@@ -38,23 +39,27 @@ def first_moved(runner: Runner, change: Change, sample: int, query: int) -> str:
     whole = f"{name_of(runner.model)} (its own forward)" if roots else name_of(runner.model)
     if not roots:
         return whole
-    before = _trace(runner, roots, runner.inputs, sample, query)
-    after = _trace(runner, roots, runner.changed(change), sample, query)
-    if [step.name for step in before] != [step.name for step in after]:
-        return whole  # the change sent the model down another way
+    before = trace(runner, runner.inputs, sample, query)
+    after = trace(runner, runner.changed(change), sample, query)
+    return first_difference(before, after) or whole
+
+
+def first_difference(before: list[Step], after: list[Step]) -> str:
+    """Name the first step that gave something else though it was given the same, or nothing."""
+    again = {(step.name, step.turn): step for step in after}
+    pairs = [(step, again.get((step.name, step.turn))) for step in before]
     for slack in (1e-12, 0.0) if _double(before) else (1e-6, 0.0):
-        for old, new in zip(before, after, strict=True):
-            if _moved(old.gave, new.gave, slack) and not _moved(old.given, new.given, slack):
-                return old.name or whole
-    return whole
+        for old, new in pairs:
+            if new and _moved(old.gave, new.gave, slack) and not _moved(old.given, new.given, slack):
+                return old.name
+    return ""
 
 
-def _trace(
-    runner: Runner, roots: list[tuple[str, nn.Module]], inputs: Inputs, sample: int, query: int
-) -> list[Step]:
+def trace(runner: Runner, inputs: Inputs, sample: int, query: int) -> list[Step]:
     """Run once and list the module calls in the order in which they end: the deepest first."""
     done: list[Step] = []
     open_steps: list[Step] = []
+    turns: dict[str, int] = {}
 
     def rows(value: Any) -> list[Tensor]:
         found = [rows_of(tensor, inputs) for _, tensor in tensors_in(value)]
@@ -67,7 +72,8 @@ def _trace(
 
     def enter(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            open_steps.append(Step(name, rows([list(args), kwargs])))
+            turns[name] = turns.get(name, -1) + 1
+            open_steps.append(Step(name, turns[name], rows([list(args), kwargs])))
 
         return hook
 
@@ -78,7 +84,7 @@ def _trace(
 
     with ExitStack() as stack:
         seen: set[int] = set()
-        for prefix, root in roots:
+        for prefix, root in _modules_in(runner.model):
             for name, module in root.named_modules(prefix=prefix):
                 if id(module) not in seen:
                     seen.add(id(module))

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clearhead._audit.changes import Content, splice
 from clearhead._audit.state import Snapshot, random_state, restore_random
 from clearhead._audit.subject import Inputs, Output, call, outputs_of
 
-__all__ = ["Change", "Runner", "in_float64", "movement"]
+__all__ = ["Change", "Runner", "float64_copy", "in_float64", "movement"]
 
 # Positions, and output numbers, that one forward over several copies may hold.
 MOST_POSITIONS, MOST_NUMBERS = 1 << 13, 1 << 25
@@ -135,14 +136,22 @@ class Runner:
         moved = movement(self.base(len(changes)), outputs)
         return list(moved.reshape(len(changes), -1, moved.shape[-1]))
 
-    def floor(self) -> float:
-        """Measure what rounding can do: jitter every module's output by one unit in the last place."""
+    def floor(self, *, other_shapes: bool = False) -> float:
+        """Measure what rounding can do: jitter every module's output by one unit in the last place.
+
+        In runs of other shapes any number in the model may be rounded anew, so the unit is that of
+        the coarsest dtype that the model computes in (float32 for softmax and norms, as a rule).
+        """
         dtypes = {out.rows.dtype for out in self.base() if out.rows.is_floating_point()}
+        if other_shapes:
+            with _Dtypes() as seen:
+                self.outputs()
+            dtypes |= seen.dtypes
         unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         sizes = [float(movement(self.base(), self.outputs()).max())]
         if isinstance(self.model, nn.Module):
             for number in range(2):
-                with _jittered(self.model, number):
+                with _jittered(self.model, number, unit):
                     sizes.append(float(movement(self.base(), self.outputs()).max()))
         # Several roundings a module, and only two draws of them.
         return 8 * max(*sizes, unit * self.scale())
@@ -150,20 +159,31 @@ class Runner:
 
 def in_float64(runner: Runner) -> Runner | None:
     """Make the same runner on a float64 copy of the model, or None where that cannot be."""
-    if not isinstance(runner.model, nn.Module):
+    double = float64_copy(runner.model, runner.inputs)
+    if double is None:
+        return None
+    contents = [
+        {k: v.double() if v.is_floating_point() else v for k, v in content.items()}
+        for content in runner.contents
+    ]
+    twin = Runner(double, runner.inputs.to(torch.float64), contents, Snapshot(double).restore)
+    twin.single = runner.single
+    return twin
+
+
+def float64_copy(model: Any, inputs: Inputs) -> nn.Module | None:
+    """Copy the model to float64, if it answers in float64 then."""
+    if not isinstance(model, nn.Module):
         return None
     try:
-        model = copy.deepcopy(runner.model).double()
-        contents = [
-            {k: v.double() if v.is_floating_point() else v for k, v in content.items()}
-            for content in runner.contents
-        ]
-        double = Runner(model, runner.inputs.to(torch.float64), contents, Snapshot(model).restore)
-        double.single = runner.single
-        exact = any(out.rows.dtype == torch.float64 for out in double.base())
+        double: Any = copy.deepcopy(model).double()
+        if hasattr(double, "set_experts_implementation"):
+            double.set_experts_implementation("eager")  # the grouped one has no float64
+        inputs = inputs.to(torch.float64)
+        outputs = outputs_of(call(double, inputs), inputs)
     except Exception:  # any failure of a copy in another dtype says only that there is none
         return None
-    return double if exact else None
+    return double if any(out.rows.dtype == torch.float64 for out in outputs) else None
 
 
 def movement(before: Sequence[Output], after: Sequence[Output]) -> Tensor:
@@ -192,15 +212,30 @@ def _finite(output: Output) -> Tensor:
     return rows[torch.isfinite(rows)] if rows.is_floating_point() else rows.flatten()[:0]
 
 
+class _Dtypes(TorchDispatchMode):
+    """Note the float dtypes that a run computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        # Tables made without inputs (rotary phases) are equal in both runs only at equal places.
+        if isinstance(value, Tensor) and value.is_floating_point():
+            self.dtypes.add(value.dtype)
+        return value
+
+
 @contextmanager
-def _jittered(model: nn.Module, number: int) -> Iterator[None]:
+def _jittered(model: nn.Module, number: int, unit: float) -> Iterator[None]:
     generator = torch.Generator().manual_seed(number)
 
     def jitter(_module: nn.Module, _args: Any, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return None
         noise = torch.rand(value.shape, generator=generator, dtype=torch.float32) * 2 - 1
-        return value * (1 + torch.finfo(value.dtype).eps * noise.to(value))
+        return value * (1 + max(unit, torch.finfo(value.dtype).eps) * noise.to(value))
 
     leaves = [module for module in model.modules() if not any(module.children())]
     handles = [module.register_forward_hook(jitter) for module in leaves]
