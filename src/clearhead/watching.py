@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -117,15 +118,26 @@ def watch(
     matmul, softmax, matmul written by hand. A block that saw nothing raises on leaving.
     """
     modules = Modules(_watchable(model))
+    compiled = modules.compiled or hasattr(model, "_orig_mod")
     watcher = _Watcher(modules.model, read, layers, heads, queries, calls, through, on_call)
     modules.on_generate, modules.on_forward = watcher.generating, watcher.forward_over
+    if compiled:
+        watcher.note("the model is compiled: inside the block it runs eagerly")
     seer = Interceptor(watcher, modules)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_eager())
         stack.enter_context(modules)
         stack.enter_context(hub.interface(seer))
         stack.enter_context(seer)
         yield watcher.seen
     watcher.finish(modules, seer)
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Let what is compiled run eagerly inside the block; where nothing can be, do nothing."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _watchable(model: Any) -> Any:

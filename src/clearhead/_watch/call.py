@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead import masks
+from clearhead import attention, masks
 from clearhead._impl.problem import Problem
 from clearhead.masks import Mask
 
-__all__ = ["Additive", "Call", "from_sdpa", "split_additive"]
+__all__ = ["Additive", "Call", "from_attend", "from_flex", "from_sdpa", "split_additive"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +138,60 @@ def from_sdpa(
     if not enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
     return Call(query, key, value, mask, bias, scale, dropout=dropout_p)
+
+
+def from_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any = None,
+    *,
+    read: Any = None,
+    impl: Any = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> Call:
+    """Describe a call of `clearhead.attend`, which it has checked."""
+    names = ("scale", "bias", "softcap", "sinks")
+    given = (options.get(name) for name in names)
+    problem = attention._problem(query, key, value, mask, *given, 0.0)
+    batch = math.prod(problem.query.shape[:-3])
+    query, key, value = (
+        x.reshape(batch, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value)
+    )
+    bias = problem.bias
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)) if bias.ndim < 4 else bias
+        bias = bias.expand(*problem.query.shape[:-3], *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
+        bias = bias.expand(-1, -1, query.shape[2], key.shape[2])
+    return Call(
+        query, key, value, problem.mask, bias, problem.scale, problem.softcap, problem.sinks,
+        dropout, how="attend",
+    )  # fmt: skip
+
+
+def from_flex(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float
+) -> Call:
+    """Describe a call of the operator below `flex_attention`."""
+    mask = masks.where(block_mask[-1])
+    call = Call(query, key, value, mask, scale=scale, how="flex_attention")
+    if getattr(score_mod, "__name__", "") == "_identity":
+        return call
+    batch, heads, count, width = query.shape
+    shared = query.to(call.problem.dtype).reshape(batch, key.shape[1], -1, width)
+    scores = (shared @ key.to(shared.dtype).mT).reshape(batch, heads, count, -1) * scale
+    sizes = (batch, heads, count, key.shape[2])
+    for axis in range(3, -1, -1):
+        inside: list[Any] = [None, None, None, None]
+        inside[axis] = 0
+        score_mod = torch.vmap(score_mod, in_dims=(0, *inside))
+    scores = score_mod(scores, *(torch.arange(size, device=query.device) for size in sizes))
+    edges = mask.dense(count, key.shape[2], batch=batch, head=heads, device=query.device)
+    scores = scores.masked_fill(~edges, -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return call.but(scores=scores, weights=weights, lse=lse)
 
 
 def _four(x: Tensor, lead: torch.Size, heads: int | None, ndim: int) -> Tensor:

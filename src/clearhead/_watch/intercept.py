@@ -19,6 +19,7 @@ from clearhead._watch import call as calls
 from clearhead._watch.call import Additive, Call
 from clearhead._watch.modules import Modules
 from clearhead._watch.trace import PRODUCTS, SOFTMAXES, Origin, Trace
+from clearhead.attention import attend
 
 __all__ = ["Handler", "Interceptor"]
 
@@ -65,6 +66,8 @@ class Interceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SPECIAL:
             return _SPECIAL[func](self, func, args, kwargs)
+        if type(func).__name__ == "FlexAttentionHOP":
+            return self.flex(func, args, kwargs)
         out = func(*args, **kwargs)
         self.trace.follow(func, args, kwargs, out)
         return out
@@ -99,6 +102,53 @@ class Interceptor(TorchFunctionMode):
         self.saw()
         self.trace.mark(context, Origin(self.trace.root(query)))
         return context
+
+    def own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle `clearhead.attend`."""
+        if not self.listening:
+            return func(*args, **kwargs)
+        query, key = args[:2]
+        rest: list[Any] = []
+
+        def run() -> Tensor:
+            answer = func(*args, **kwargs)
+            context, *values = answer if kwargs.get("read") is not None else (answer,)
+            rest.extend(values)
+            return context
+
+        with quiet():
+            call = calls.from_attend(*args, **kwargs)
+        shape = (*query.shape[:-1], args[2].shape[-1])
+        call = self.place(call, self.roots(query, key))
+        context = self.fused(call, run, shape, query)
+        if kwargs.get("read") is None:
+            return context
+        if not rest:
+            # another context was made in the place of attend's: its readings are still wanted
+            with quiet():
+                rest.append(func(*args, **kwargs)[1])
+        return context, rest[0]
+
+    def flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle the operator below `flex_attention`, which answers context, lse and max."""
+        if not self.listening:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        rest: list[Any] = []
+
+        def run() -> Tensor:
+            context, *others = func(*args, **kwargs)
+            rest.extend(others)
+            return context
+
+        with quiet():
+            call = calls.from_flex(*args[:6])
+        call = self.place(call, self.roots(query, key))
+        context = self.fused(call, run, (*query.shape[:-1], value.shape[-1]), query)
+        if not rest:
+            with quiet():
+                rest.extend(func(*args, **kwargs)[1:])
+        return (context, *rest)
 
     def multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle `F.multi_head_attention_forward`: run its body, so that its calls are seen."""
@@ -230,6 +280,7 @@ _folded: list[int] = []
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: Interceptor.sdpa,
     F.multi_head_attention_forward: Interceptor.multi_head,
+    attend: Interceptor.own,
     **dict.fromkeys(SOFTMAXES, Interceptor.softmax),
     **dict.fromkeys(PRODUCTS, Interceptor.product),
 }

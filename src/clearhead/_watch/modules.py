@@ -33,10 +33,19 @@ class Modules:
         self._handles: list[Any] = []
         self._thread = threading.get_ident()
         if isinstance(model, nn.Module):
-            self._modules = dict(model.named_modules())
+            named = model.named_modules()
+            self._modules = {name.replace("_orig_mod.", ""): module for name, module in named}
             self.names = {id(module): name for name, module in self._modules.items()}
         else:
             self._modules = {}
+
+    @property
+    def compiled(self) -> bool:
+        """Whether some module of the model was compiled."""
+        return any(
+            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            for module in self._modules.values()
+        )
 
     @property
     def active(self) -> bool:
