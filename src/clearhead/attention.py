@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from clearhead import _checks, _impl
 from clearhead._impl.dropout import draw_seed
@@ -67,6 +68,12 @@ def attend(
 
     The equation is that of Vaswani et al. 2017, "Attention Is All You Need".
     """
+    if has_torch_function((query, key, value)):
+        # A mode sees the call as it sees torch's own: this is how `watch` does.
+        return handle_torch_function(
+            attend, (query, key, value), query, key, value, mask, read=read, scale=scale,
+            bias=bias, softcap=softcap, sinks=sinks, dropout=dropout, impl=impl,
+        )  # fmt: skip
     kind = query.device.type if isinstance(query, Tensor) else "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         # As F.scaled_dot_product_attention does; inside, float32 must stay float32.
