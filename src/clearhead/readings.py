@@ -190,7 +190,7 @@ class Blocks(NamedTuple):
 class _PerQueryReading(Reading):
     """Numbers per query: rows stand side by side, the same row adds up by `_combine`."""
 
-    _axis = -1
+    axis = -1
     _empty: tuple[float, ...] = (0.0,)
 
     def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -209,7 +209,7 @@ class _PerQueryReading(Reading):
     def _beside(self, left: PerQuery, right: PerQuery) -> PerQuery:
         queries, order = torch.cat([left.queries, right.queries]).sort()
         pairs = zip(left.values, right.values, strict=True)
-        values = (torch.cat(pair, self._axis).index_select(self._axis, order) for pair in pairs)
+        values = (torch.cat(pair, self.axis).index_select(self.axis, order) for pair in pairs)
         return PerQuery(queries, tuple(values))
 
     def _spread(self, part: PerQuery, queries: Tensor) -> tuple[Tensor, ...]:
@@ -218,8 +218,8 @@ class _PerQueryReading(Reading):
         spread = []
         for value, empty in zip(part.values, self._empty, strict=True):
             shape = list(value.shape)
-            shape[self._axis] = len(queries)
-            spread.append(value.new_full(shape, empty).index_copy(self._axis, at, value))
+            shape[self.axis] = len(queries)
+            spread.append(value.new_full(shape, empty).index_copy(self.axis, at, value))
         return tuple(spread)
 
     def finish(self, part: PerQuery) -> Any:
@@ -352,7 +352,7 @@ class TopK(_PerQueryReading):
     sources end in weight 0, source -1.
     """
 
-    _axis = -2
+    axis = -2
     _empty = (0.0, -1)
 
     def __init__(self, k: int):
