@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from clearhead import _impl
 from tests.cases import IMPLEMENTATIONS
 
 torch.set_num_threads(1)
+
+# Forward-mode derivatives import this at their first use, and it warns of torch's own old habits.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch._decomp.decompositions_for_jvp
 
 
 class Implementation:

@@ -24,6 +24,10 @@ def implementations() -> list[ModuleType]:
     if not _loaded:
         found = [name for name in NAMES if find_spec(f"{__name__}.{name}")]
         _loaded.extend(import_module(f"{__name__}.{name}") for name in found)
+        for module, after in zip(_loaded, _loaded[1:], strict=False):
+            # They do not know each other; one that does only a part hands on the rest.
+            if hasattr(module, "rest"):
+                module.rest = after
     return _loaded
 
 
