@@ -13,6 +13,7 @@ namespace CLEARHEAD_ISA {
 namespace {
 
 constexpr int64_t kTile = 64;  // sources a tile
+constexpr int kShortTop = 8;     // top lists up to this length stay in registers
 constexpr int N = Vec::lanes;
 constexpr int kMaxLanes = Vec::vectors * N;
 using f = Vec::f;
@@ -377,13 +378,12 @@ struct Block {
 
   float *packed, *scores, *out, *row_max, *row_sum, *rescale, *neg_entropy, *convert;
   uint32_t *packed_pairs, *weight_pairs;
-  float *tile_max, *top_scores, *bias_tile;
+  float *tile_max, *top_scores, *bias_tile, *top_sources;  // sources are int32, moved about as floats
   Ranges ranges;
   int64_t* tile_first;
   int64_t* tile_count;
-  int32_t* top_sources;
   uint64_t bits[kTile];
-  int64_t tiles = 0;
+  int64_t tiles = 0, top_rows;
 
   Block(const Forward& call, Arena& arena) : call(call) {
     pairs = uses_pairs(call), strip = keeps_strip(call), plain = is_plain(call);
@@ -399,7 +399,8 @@ struct Block {
     bias_tile = arena.take<float>(call.bias.data ? kTile * lanes : 0);
     tile_max = arena.take<float>(strip ? tile_limit * lanes : 0);
     tile_first = arena.take<int64_t>(strip ? tile_limit : 0), tile_count = arena.take<int64_t>(strip ? tile_limit : 0);
-    top_scores = arena.take<float>((call.top + 1) * lanes), top_sources = arena.take<int32_t>(call.top * lanes);
+    top_rows = call.top ? max(call.top, kShortTop) : 0;
+    top_scores = arena.take<float>(top_rows * lanes), top_sources = arena.take<float>(top_rows * lanes);
   }
 
   int64_t row(int64_t lane) const {
@@ -417,8 +418,8 @@ struct Block {
       neg_entropy[lane] = 0;
     }
     std::memset(out, 0, sizeof(float) * call.value_dim * lanes);
-    for (int64_t i = 0; i < (call.top + 1) * lanes; ++i) top_scores[i] = -INFINITY;
-    for (int64_t i = 0; i < call.top * lanes; ++i) top_sources[i] = -1;
+    for (int64_t i = 0; i < top_rows * lanes; ++i) top_scores[i] = -INFINITY;
+    std::memset(top_sources, 0xff, sizeof(float) * top_rows * lanes);  // -1
     tiles = 0;
   }
 
@@ -475,31 +476,57 @@ struct Block {
     }
   }
 
-  // The running top list of each lane, kept sorted; a tile whose maximum is no news costs one compare.
+  // The running top list of each lane, kept sorted; a tile whose maximum is no news costs one
+  // compare. Short lists are moved about in registers.
   void gather_top(const float* tile, int64_t n, const f* tile_best) {
-    float* worst = top_scores + (call.top - 1) * lanes;
-    uint64_t news = 0;
-    for (int j = 0; j < W; ++j) news |= Vec::greater(tile_best[j], Vec::load(worst + j * N));
-    if (!news) return;
-    const int64_t base = tile_begin;
-    for (int64_t s = 0; s < n; ++s)
-      for (int j = 0; j < W; ++j) {
-        const float* score = tile + (s * W + j) * N;
-        uint64_t hits = Vec::greater(Vec::load(score), Vec::load(worst + j * N));
-        for (; hits; hits &= hits - 1) {
-          const int i = __builtin_ctzll(hits);
-          insert_top(j * N + i, score[i], (int32_t)(base + s));
-        }
-      }
+    const float* worst = top_scores + (top_rows - 1) * lanes;
+    for (int j = 0; j < W; ++j) {
+      if (!Vec::greater(tile_best[j], Vec::load(worst + j * N))) continue;
+      if (top_rows == kShortTop) gather_short_top(tile + j * N, n, j * N);
+      else gather_long_top(tile + j * N, n, j * N);
+    }
   }
 
-  void insert_top(int lane, float score, int32_t source) {
-    int64_t place = call.top - 1;
-    for (; place > 0 && top_scores[(place - 1) * lanes + lane] < score; --place) {
-      top_scores[place * lanes + lane] = top_scores[(place - 1) * lanes + lane];
-      top_sources[place * lanes + lane] = top_sources[(place - 1) * lanes + lane];
+  void gather_short_top(const float* tile, int64_t n, int lane) {
+    f scores[kShortTop], sources[kShortTop];
+    for (int k = 0; k < kShortTop; ++k)
+      scores[k] = Vec::load(top_scores + k * lanes + lane), sources[k] = Vec::load(top_sources + k * lanes + lane);
+    for (int64_t s = 0; s < n; ++s) {
+      f score = Vec::load(tile + s * lanes);
+      if (!Vec::greater(score, scores[kShortTop - 1])) continue;
+      f source = Vec::same_bits((int32_t)(tile_begin + s));
+      uint64_t moved = 0;  // below the place of the new score all move down, ties included
+      CLEARHEAD_UNROLL for (int k = 0; k < kShortTop; ++k) {
+        moved |= Vec::greater(score, scores[k]);
+        const f old_score = scores[k], old_source = sources[k];
+        scores[k] = Vec::select(moved, score, old_score), sources[k] = Vec::select(moved, source, old_source);
+        score = Vec::select(moved, old_score, score), source = Vec::select(moved, old_source, source);
+      }
     }
-    top_scores[place * lanes + lane] = score, top_sources[place * lanes + lane] = source;
+    for (int k = 0; k < kShortTop; ++k)
+      Vec::store(top_scores + k * lanes + lane, scores[k]), Vec::store(top_sources + k * lanes + lane, sources[k]);
+  }
+
+  void gather_long_top(const float* tile, int64_t n, int lane) {
+    float* worst = top_scores + (top_rows - 1) * lanes + lane;
+    float* worst_source = top_sources + (top_rows - 1) * lanes + lane;
+    for (int64_t s = 0; s < n; ++s) {
+      const f score = Vec::load(tile + s * lanes), source = Vec::same_bits((int32_t)(tile_begin + s));
+      uint64_t rises = Vec::greater(score, Vec::load(worst));
+      if (!rises) continue;
+      Vec::store(worst, Vec::select(rises, score, Vec::load(worst)));
+      Vec::store(worst_source, Vec::select(rises, source, Vec::load(worst_source)));
+      float *here = worst, *here_source = worst_source;
+      for (int64_t k = top_rows - 1; k > 0; --k, here -= lanes, here_source -= lanes) {
+        const f upper = Vec::load(here - lanes), upper_source = Vec::load(here_source - lanes);
+        rises &= Vec::greater(score, upper);
+        if (!rises) break;
+        Vec::store(here - lanes, Vec::select(rises, score, upper));
+        Vec::store(here_source - lanes, Vec::select(rises, source, upper_source));
+        Vec::store(here, Vec::select(rises, upper, Vec::load(here)));
+        Vec::store(here_source, Vec::select(rises, upper_source, Vec::load(here_source)));
+      }
+    }
   }
 
   int64_t tile_begin;
@@ -612,10 +639,22 @@ struct Block {
         call.entropy[row(lane)] = empty ? 0 : (log_sum * real - neg_entropy[lane]) * rescale[lane];
       }
       if (call.top && row_sum[lane] != row_sum[lane]) first_as_top(lane);
-      for (int64_t k = 0; k < call.top; ++k) {
-        const float score = top_scores[k * lanes + lane] * (plain ? std::fabs(call.scale) : 1.f);
-        const int32_t source = top_sources[k * lanes + lane];
-        call.top_weights[row(lane) * call.top + k] = source < 0 ? 0 : std::exp(score - row_max[lane]) * rescale[lane];  // NaN in a poisoned row
+    }
+    if (call.top) write_top();
+  }
+
+  void write_top() {
+    const f scale = Vec::set1(plain ? std::fabs(call.scale) : 1.f);
+    for (int64_t k = 0; k < call.top; ++k) {
+      float weight[lanes];
+      for (int j = 0; j < W; ++j) {
+        const f below = Vec::fms(Vec::load(top_scores + k * lanes + j * N), scale, Vec::load(row_max + j * N));
+        Vec::store(weight + j * N, Vec::mul(exp_of(below), Vec::load(rescale + j * N)));  // NaN in a poisoned row
+      }
+      for (int64_t lane = 0; lane < count; ++lane) {
+        int32_t source;
+        std::memcpy(&source, top_sources + k * lanes + lane, 4);
+        call.top_weights[row(lane) * call.top + k] = source < 0 ? 0 : weight[lane];
         call.top_sources[row(lane) * call.top + k] = source;
       }
     }
@@ -628,8 +667,10 @@ struct Block {
       const int64_t n = min(kTile, ranges.last - from);
       const Tile kind = allow(from, n, bits);
       for (int64_t s = 0; s < n && kind != Tile::empty; ++s)
-        if (found < call.top && (kind == Tile::full || bits[s] >> lane & 1))
-          top_sources[found++ * lanes + lane] = (int32_t)(from + s);
+        if (found < call.top && (kind == Tile::full || bits[s] >> lane & 1)) {
+          const int32_t source = (int32_t)(from + s);
+          std::memcpy(top_sources + found++ * lanes + lane, &source, 4);
+        }
     }
   }
 
@@ -647,14 +688,18 @@ struct Block {
       }
       for (int64_t lane = count; lane < lanes; ++lane) factor[lane] = 0;
       float* weights = scores + t * kTile * lanes;
-      for (int64_t i = 0; i < tile_count[t] * W; ++i)
-        Vec::store(weights + i * N, Vec::mul(Vec::load(weights + i * N), Vec::load(factor + i % W * N)));
-      if (poisoned) clear_blocked(weights, tile_first[t], tile_count[t]);
-      if (call.received) add_received(weights, t);
-      if (call.rows) write_rows(weights, t);
-      if (call.distance) add_distance(weights, t, distance);
-      if (call.mass) add_mass(weights, t, mass);
-      if (call.cell_sum) cell = add_cells(weights, t, cell, cell_sum, cell_max);
+      if (poisoned || call.rows || call.distance || call.mass) {
+        for (int64_t i = 0; i < tile_count[t] * W; ++i)
+          Vec::store(weights + i * N, Vec::mul(Vec::load(weights + i * N), Vec::load(factor + i % W * N)));
+        for (int lane = 0; lane < lanes; ++lane) factor[lane] = 1;
+        if (poisoned) clear_blocked(weights, tile_first[t], tile_count[t]);
+        if (call.rows) write_rows(weights, t);
+        if (call.distance) add_distance(weights, t, distance);
+        if (call.mass) add_mass(weights, t, mass);
+      }
+      if (call.received && call.cell_sum) cell = survey<true, true>(weights, factor, t, cell, cell_sum, cell_max);
+      else if (call.received) survey<true, false>(weights, factor, t, 0, cell_sum, cell_max);
+      else if (call.cell_sum) cell = survey<false, true>(weights, factor, t, cell, cell_sum, cell_max);
     }
     if (call.cell_sum && tiles) flush_cells(cell, cell_sum, cell_max);
     for (int64_t lane = 0; lane < count; ++lane) {
@@ -663,20 +708,43 @@ struct Block {
     }
   }
 
+  // What a tile's sources received from these queries, and its share of the block map's cells.
+  template <bool received, bool cells>
+  int64_t survey(const float* weights, const float* factor, int64_t t, int64_t cell, float* sum, float* most) {
+    float* to = received ? call.received + ((slot * call.batch + batch) * call.head + head) * call.source + tile_first[t] : nullptr;
+    alignas(64) float partial[kTile * N];
+    int64_t s = 0;
+    while (s < tile_count[t]) {
+      int64_t stop = tile_count[t];
+      if (cells) {
+        for (; tile_first[t] + s >= call.source_edges[cell + 1]; ++cell) flush_cells(cell, sum, most);
+        stop = min(stop, call.source_edges[cell + 1] - tile_first[t]);
+      }
+      f times[W], total[W], best[W];
+      for (int j = 0; j < W; ++j)
+        times[j] = Vec::load(factor + j * N), total[j] = Vec::load(sum + j * N), best[j] = Vec::load(most + j * N);
+      for (; s < stop; ++s) {
+        f across = Vec::zero();
+        for (int j = 0; j < W; ++j) {
+          const f weight = Vec::mul(Vec::load(weights + (s * W + j) * N), times[j]);
+          if (cells) total[j] = Vec::add(total[j], weight), best[j] = Vec::max(best[j], weight);
+          if (received) across = Vec::add(across, weight);
+        }
+        if (received) Vec::store(partial + s * N, across);
+      }
+      for (int j = 0; cells && j < W; ++j) Vec::store(sum + j * N, total[j]), Vec::store(most + j * N, best[j]);
+    }
+    for (s = 0; received && s + N <= tile_count[t]; s += N)
+      Vec::store(to + s, Vec::add(Vec::load(to + s), Vec::sum_each(partial + s * N)));
+    for (; received && s < tile_count[t]; ++s) to[s] += Vec::sum(Vec::load(partial + s * N));
+    return cell;
+  }
+
   // A row with a NaN has weights of NaN, but only at the sources that it may read.
   void clear_blocked(float* weights, int64_t from, int64_t n) {
     if (allow(from, n, bits) != Tile::partial) return;
     for (int64_t i = 0; i < n * W; ++i)
       Vec::store(weights + i * N, Vec::select(bits[i / W] >> (i % W * N), Vec::load(weights + i * N), Vec::zero()));
-  }
-
-  void add_received(const float* weights, int64_t t) {
-    float* to = call.received + ((slot * call.batch + batch) * call.head + head) * call.source + tile_first[t];
-    for (int64_t s = 0; s < tile_count[t]; ++s) {
-      f sum = Vec::load(weights + s * lanes);
-      for (int j = 1; j < W; ++j) sum = Vec::add(sum, Vec::load(weights + (s * W + j) * N));
-      to[s] += Vec::sum(sum);
-    }
   }
 
   void write_rows(const float* weights, int64_t t) {
@@ -711,27 +779,6 @@ struct Block {
         const f counted = kind == Tile::full ? weight : Vec::select(edges[s] >> (j * N), weight, Vec::zero());
         Vec::store(mass + j * N, Vec::add(Vec::load(mass + j * N), counted));
       }
-  }
-
-  int64_t add_cells(const float* weights, int64_t t, int64_t cell, float* sum, float* most) {
-    int64_t s = 0;
-    while (s < tile_count[t]) {
-      while (tile_first[t] + s >= call.source_edges[cell + 1]) {
-        flush_cells(cell, sum, most);
-        ++cell;
-      }
-      const int64_t stop = min(tile_count[t], call.source_edges[cell + 1] - tile_first[t]);
-      for (int j = 0; j < W; ++j) {
-        f total = Vec::load(sum + j * N), best = Vec::load(most + j * N);
-        for (int64_t k = s; k < stop; ++k) {
-          const f weight = Vec::load(weights + (k * W + j) * N);
-          total = Vec::add(total, weight), best = Vec::max(best, weight);
-        }
-        Vec::store(sum + j * N, total), Vec::store(most + j * N, best);
-      }
-      s = stop;
-    }
-    return cell;
   }
 
   void flush_cells(int64_t cell, float* sum, float* most) {

@@ -203,6 +203,7 @@ NB_MODULE(_native, m) {
       .def("differentiate", &Call::differentiate);
   m.def("available", &available);
   m.def("isa", [] { return std::string(kernel_or_throw()->name); });
+  m.def("block", [] { return kernel_or_throw()->block; });
   m.def("lanes", [] { return kernel_or_throw()->lanes; });
   m.def("choose", [](const std::string& name) {
     if (choose(name)) return;

@@ -45,6 +45,14 @@ struct Vec {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
   }
 
+  // lane k of the result is the sum of the vector at rows + lanes * k
+  static f sum_each(const float* rows) {
+    float sums[lanes];
+    for (int k = 0; k < lanes; ++k) sums[k] = sum(load(rows + lanes * k));
+    return load(sums);
+  }
+
+  static f same_bits(int32_t x) { return _mm256_castsi256_ps(_mm256_set1_epi32(x)); }
   static i load_int(const int32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
   static i set1_int(int32_t x) { return _mm256_set1_epi32(x); }
   static uint64_t greater_int(i a, i b) {

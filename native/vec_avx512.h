@@ -34,6 +34,22 @@ struct Vec {
   static uint64_t not_finite(f x) { return _mm512_fpclass_ps_mask(x, 0x99); }
   static float sum(f x) { return _mm512_reduce_add_ps(x); }
 
+  // lane k of the result is the sum of the vector at rows + 16 k
+  static f sum_each(const float* rows) {
+    f quarter[4];
+    for (int k = 0; k < 4; ++k) {
+      const float* r = rows + 64 * k;
+      const f a = load(r), b = load(r + 16), c = load(r + 32), d = load(r + 48);
+      const f ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+      const f cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+      quarter[k] = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    }
+    const f low = add(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x44), _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xee));
+    const f high = add(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x44), _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xee));
+    return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+
+  static f same_bits(int32_t x) { return _mm512_castsi512_ps(_mm512_set1_epi32(x)); }
   static i load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
   static i set1_int(int32_t x) { return _mm512_set1_epi32(x); }
   static uint64_t greater_int(i a, i b) { return _mm512_cmpgt_epi32_mask(a, b); }

@@ -1,0 +1,303 @@
+"""One call of the compiled kernel: addresses in, tensors out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead import readings
+from clearhead._impl.problem import Problem
+from clearhead.readings import BlockMapValue, Reading, TopKValue
+
+try:
+    from clearhead._impl import _native  # type: ignore[attr-defined]
+except ImportError as error:
+    _native, WHY_NOT = None, str(error)
+else:
+    WHY_NOT = ""
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# A mask that is no interval a row is written out as bytes for so many edges at a time.
+EDGES = 1 << 24
+# Sums over queries are added up in so many places, whatever the threads, to have the same bits.
+SLOTS = 64
+
+
+class Ranges(NamedTuple):
+    """Start and stop of each query's sources, int32, (batch or 1, head or 1, query)."""
+
+    start: Tensor
+    stop: Tensor
+
+    def strides(self) -> tuple[int, int]:
+        """The steps from sample to sample and from head to head."""
+        batch, head, query = self.start.shape
+        return (query * head if batch > 1 else 0), (query if head > 1 else 0)
+
+
+def ranges_of(mask: Any, problem: Problem) -> Ranges | None:
+    """Return the mask's intervals as the kernel takes them, or None where it has none."""
+    found = mask.intervals(*problem.sizes[:2], problem.query.device)
+    if found is None:
+        return None
+    start, stop = (x.to(torch.int32).contiguous() for x in found)
+    return Ranges(start, stop) if start.ndim == 3 else Ranges(start[None, None], stop[None, None])
+
+
+def four(x: Tensor) -> Tensor:
+    """The tensor as (batch, head, position, feature), features side by side."""
+    if x.ndim != 4:
+        x = x.reshape(-1, *x.shape[-3:])
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+class Inputs:
+    """The tensors of a problem as the kernel reads them; they live as long as the call."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.query, self.key, self.value = map(four, (problem.query, problem.key, problem.value))
+        self.ranges = self.edges = self.bias = self.sinks = None
+        if problem.mask is not None:
+            self.ranges = ranges_of(problem.mask, problem)
+        if problem.bias is not None:
+            self.bias = self._bias(problem.bias.detach())
+        if problem.sinks is not None:
+            self.sinks = problem.sinks.detach().float().contiguous()
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        batch, head, query, _ = self.query.shape
+        whole = bias.float().expand(*self.problem.query.shape[:-1], self.key.shape[2])
+        return whole.reshape(batch, head, query, -1) if whole.ndim != 4 else whole
+
+    def parts(self) -> list[range]:
+        """The whole, or as many queries at a time as have few enough edges to write out."""
+        query = self.query.shape[2]
+        if self.problem.mask is None or self.ranges is not None:
+            return [range(query)]
+        own, block = self.problem.mask.own, _native.block()
+        row = (own.batch or 1) * (own.head or 1) * self.key.shape[2]
+        step = max(1, EDGES // (row * block)) * block
+        return [range(i, min(i + step, query)) for i in range(0, query, step)]
+
+    def call(self, out: Tensor, part: range | None = None) -> Any:
+        """A kernel call on some of the queries, without results other than the context."""
+        q, k, v = self.query, self.key, self.value
+        if part is not None:
+            q, out = q[:, :, part.start : part.stop], out[:, :, part.start : part.stop]
+        call = _native.Forward(
+            TYPES[q.dtype], q.data_ptr(), q.shape, q.stride(), k.data_ptr(), k.shape, k.stride(),
+            v.data_ptr(), v.shape, v.stride(), out.data_ptr(), out.stride(), self.problem.scale,
+        )  # fmt: skip
+        if self.ranges is not None:
+            start, stop = self.ranges
+            at = 4 * part.start if part is not None else 0
+            call.set_ranges(start.data_ptr() + at, stop.data_ptr() + at, *self.ranges.strides())
+        elif self.problem.mask is not None:
+            self.edges = self.write_out(self.problem.mask, part or range(q.shape[2]))
+            call.set_edges(self.edges.data_ptr(), steps(self.edges))
+        if part is not None:
+            call.set_part(part.start, self.query.shape[2])
+        if self.bias is not None:
+            bias = self.bias if part is None else self.bias[:, :, part.start : part.stop]
+            call.set_bias(bias.data_ptr(), bias.stride())
+        if self.sinks is not None:
+            call.set_sinks(self.sinks.data_ptr())
+        if self.problem.softcap is not None:
+            call.set_softcap(self.problem.softcap)
+        return call
+
+    def write_out(self, mask: Any, part: range) -> Tensor:
+        """The mask for some queries and all sources, a byte an edge."""
+        rows = torch.arange(part.start, part.stop)
+        edges = mask.tile(rows, torch.arange(self.key.shape[2]), self.problem.sizes)
+        return edges if edges.ndim == 4 else edges[None, None]
+
+
+def steps(x: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that broadcasts: 0 where there is but one."""
+    return tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+class Results:
+    """What the kernel fills beside the context: made to measure, handed out as reading values."""
+
+    def __init__(self, inputs: Inputs, read: tuple[Reading, ...], lse: bool):
+        self.inputs, self.read = inputs, read
+        self.shape = tuple(inputs.query.shape[:3])
+        self.source = inputs.key.shape[2]
+        self.lse = self._new(*self.shape) if lse or self._wants(readings.LogSumExp) else None
+        self.entropy = self._new(*self.shape) if self._wants(readings.Entropy) else None
+        self.distance = self._new(*self.shape) if self._wants(readings.Distance) else None
+        self.top = self.mass = self.rows = self.received = self.cells = None
+        self.slots = max(1, min(SLOTS // (self.shape[0] * self.shape[1]), -(-self.shape[2] // _native.block())))
+        if top := max((r.k for r in read if isinstance(r, readings.TopK)), default=0):
+            self.top = self._new(*self.shape, top), torch.empty(*self.shape, top, dtype=torch.int64)
+        if self._wants(readings.Received):
+            self.received = torch.zeros(self.slots, *self.shape[:2], self.source)
+        if self._wants(readings.BlockMap):
+            self._make_cells(next(r.cells for r in read if isinstance(r, readings.BlockMap)))
+        if self._wants(readings.Mass):
+            self._make_mass(next(r.edges for r in read if isinstance(r, readings.Mass)))
+        if self._wants(readings.Rows) or self._wants(readings.Weights):
+            self._make_rows()
+
+    def _wants(self, kind: type) -> bool:
+        return any(type(reading) is kind for reading in self.read)
+
+    @staticmethod
+    def _new(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32)
+
+    def _make_cells(self, cells: int) -> None:
+        edges = [cuts(size, min(cells, size)) for size in (self.shape[2], self.source)]
+        shape = (self.slots, *self.shape[:2], *(len(x) - 1 for x in edges))
+        self.cells = (*edges, torch.zeros(shape), torch.zeros(shape))
+
+    def _make_mass(self, edges: Any) -> None:
+        self.mass, self.mass_mask = self._new(*self.shape), edges
+        self.mass_ranges = ranges_of(edges, self.inputs.problem)
+
+    def _make_rows(self) -> None:
+        query, chosen = self.shape[2], set()
+        for reading in self.read:
+            if isinstance(reading, readings.Rows):
+                chosen |= {position % query for position in reading.queries}
+            elif isinstance(reading, readings.Weights):
+                chosen |= set(range(query))
+        self.row_of = torch.full((query,), -1, dtype=torch.int32)
+        self.row_of[sorted(chosen)] = torch.arange(len(chosen), dtype=torch.int32)
+        self.rows = torch.zeros(*self.shape[:2], len(chosen), self.source)
+
+    def ask(self, call: Any, part: range) -> None:
+        """Tell a kernel call where its results go."""
+        if self.lse is not None:
+            call.set_lse(self.lse.data_ptr())
+        if self.entropy is not None:
+            call.set_entropy(self.entropy.data_ptr())
+        if self.distance is not None:
+            call.set_distance(self.distance.data_ptr(), self.source - self.shape[2])
+        if self.top is not None:
+            weights, sources = self.top
+            call.set_top(weights.shape[-1], weights.data_ptr(), sources.data_ptr())
+        if self.mass is not None:
+            call.set_mass(self.mass.data_ptr())
+            self._ask_edges(call, part)
+        if self.rows is not None:
+            call.set_rows(self.row_of.data_ptr(), self.rows.shape[2], self.rows.data_ptr())
+        call.set_slots(self.slots)
+        if self.received is not None:
+            call.set_received(self.received.data_ptr())
+        if self.cells is not None:
+            queries, sources, total, most = self.cells
+            call.set_cells(len(queries) - 1, len(sources) - 1, *(x.data_ptr() for x in (queries, sources, total, most)))
+
+    def _ask_edges(self, call: Any, part: range) -> None:
+        if self.mass_ranges is not None:
+            start, stop = self.mass_ranges
+            at = 4 * part.start
+            call.set_mass_ranges(start.data_ptr() + at, stop.data_ptr() + at, *self.mass_ranges.strides())
+        else:
+            self.mass_edges = self.inputs.write_out(self.mass_mask, part)
+            call.set_mass_edges(self.mass_edges.data_ptr(), steps(self.mass_edges))
+
+    def value(self, reading: Reading) -> Any:
+        """The value of one reading, without the batch axes put back."""
+        if isinstance(reading, readings.LogSumExp):
+            return self.lse
+        if isinstance(reading, readings.Entropy):
+            return self.entropy
+        if isinstance(reading, readings.Distance):
+            return self.distance
+        if isinstance(reading, readings.Mass):
+            return self.mass
+        if isinstance(reading, readings.TopK):
+            return TopKValue(*(x[..., : reading.k] for x in self.top))
+        if isinstance(reading, readings.Received):
+            return self.received.sum(0)
+        if isinstance(reading, readings.Weights):
+            return self.rows
+        if isinstance(reading, readings.Rows):
+            return self.rows[..., self.row_of[list(reading.queries)].long(), :]
+        queries, sources, total, most = self.cells
+        edges = queries.diff()[:, None] * sources.diff()
+        return BlockMapValue(total.sum(0) / edges, most.amax(0))
+
+
+def cuts(size: int, cells: int) -> Tensor:
+    """Where `cells` cells of `size` positions begin, and the end, split as torch.tensor_split."""
+    width, longer = divmod(size, cells)
+    at = [i * width + min(i, longer) for i in range(cells + 1)]
+    return torch.tensor(at, dtype=torch.int32)
+
+
+def native_readings(problem: Problem, read: tuple[Reading, ...]) -> tuple[Reading, ...]:
+    """Return those that the kernel takes while it works; there is room for one set of edges."""
+    kinds, taken = set(), []
+    for reading in read:
+        kind = type(reading)
+        if kind in ONCE and kind in kinds:
+            continue
+        if kind in ALWAYS or kind in ONCE or (kind is readings.Entropy and not reading.normalized):
+            kinds.add(kind)
+            taken.append(reading)
+    return tuple(taken)
+
+
+ALWAYS = {
+    readings.LogSumExp, readings.TopK, readings.Received, readings.Distance, readings.Rows,
+    readings.Weights,
+}  # fmt: skip
+ONCE = {readings.Mass, readings.BlockMap}
+
+
+def forward(
+    problem: Problem, read: tuple[Reading, ...] = (), lse: bool = False
+) -> tuple[Tensor, Results | None, Inputs]:
+    """Run the kernel: the context, (batch, head, query, value_dim), and what else was asked for."""
+    inputs = Inputs(problem)
+    q = inputs.query
+    out = torch.empty(*q.shape[:3], inputs.value.shape[3], dtype=q.dtype)
+    results = Results(inputs, read, lse) if read or lse else None
+    parts = inputs.parts()
+    if results is not None and results.mass is not None and results.mass_ranges is None:
+        parts = split(parts, max(1, EDGES // (math.prod(q.shape[:2]) * inputs.key.shape[2])))
+    for part in parts:
+        call = inputs.call(out, part if len(parts) > 1 else None)
+        if results is not None:
+            results.ask(call, part)
+        call.run(0)
+    return out, results, inputs
+
+
+def split(parts: list[range], rows: int) -> list[range]:
+    """Cut into parts of at most so many rows, in whole blocks of the kernel."""
+    step = max(1, rows // _native.block()) * _native.block()
+    return [part[i : i + step] for part in parts for i in range(0, len(part), step)]
+
+
+def backward(
+    inputs: Inputs, out: Tensor, lse: Tensor, grad: Tensor, shift: Tensor | None, bend: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in fp32, by the kernel."""
+    q, k, v = inputs.query, inputs.key, inputs.value
+    batch, head, query, width = q.shape
+    pad = -_native.lanes()
+    few = -(-4 * torch.get_num_threads() // (batch * k.shape[1]))
+    slots = max(1, min(few, -(-k.shape[2] // 64)))
+    dk = torch.zeros(*k.shape[:3], width // pad * pad)
+    dv = torch.zeros(*v.shape[:3], v.shape[3] // pad * pad)
+    grad, dq = four(grad.to(q.dtype)), []
+    for part in inputs.parts():
+        call = inputs.call(out, part)
+        call.set_lse(lse.data_ptr())
+        g = grad[:, :, part.start : part.stop]
+        share = torch.empty(slots, batch, head, len(part), width)
+        call.differentiate(g.data_ptr(), g.stride(), 0 if shift is None else shift.data_ptr(), 0 if bend is None else bend.data_ptr(),
+                           share.data_ptr(), dk.data_ptr(), dv.data_ptr(), slots, 0)
+        dq.append(share[0] if slots == 1 else share.sum(0))
+    whole = dq[0] if len(dq) == 1 else torch.cat(dq, 2)
+    return whole, dk[..., :width], dv[..., : v.shape[3]]
