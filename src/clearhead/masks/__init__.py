@@ -17,7 +17,6 @@ them: `to_sdpa`, `to_multihead`, `to_additive`, `to_flex`, and `from_...` back.
 from __future__ import annotations
 
 from clearhead.masks._convert import (
-    as_mask,
     from_additive,
     from_huggingface,
     from_multihead,
@@ -45,6 +44,7 @@ from clearhead.masks._relative import (
     prefix,
     window,
 )
+from clearhead.masks._words import Map, picture
 
 EMPTY, PARTIAL, FULL = Block
 
@@ -53,8 +53,8 @@ __all__ = [
     "FULL",
     "PARTIAL",
     "Block",
+    "Map",
     "Mask",
-    "as_mask",
     "band",
     "causal",
     "dense",
@@ -72,6 +72,7 @@ __all__ = [
     "lengths",
     "nothing",
     "parse",
+    "picture",
     "prefix",
     "same",
     "where",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mas
             "attention_mask",
             "is (batch, source)",
             shapes={"attention_mask": attention_mask},
-            hint="from_sdpa takes bool masks, from_additive float masks of (batch, head, query, source)",
+            hint="from_sdpa takes bool masks of (batch, head, query, source), from_additive float",
         )
     many, source = attention_mask.shape
     if batch is None and many == source and many > 1:
@@ -117,8 +116,8 @@ def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mas
             "attention_mask",
             "could be (batch, source) or (query, source)",
             shapes={"attention_mask": attention_mask},
-            hint=f"from_huggingface(mask, batch={many}) if rows are samples, from_sdpa(mask.bool()) "
-            "if they are queries",
+            hint=f"from_huggingface(mask, batch={many}) if rows are samples, "
+            "from_sdpa(mask.bool()) if they are queries",
         )
     if batch is not None and batch != many:
         shapes = {"attention_mask": attention_mask, "(batch, source)": (batch, source)}
@@ -126,53 +125,6 @@ def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mas
     if attention_mask.dtype != torch.bool and readable(attention_mask):
         _ones_and_zeros(attention_mask)
     return keep(attention_mask != 0)
-
-
-def as_mask(
-    mask: Mask | Tensor, batch: Sequence[int] = (), *, head_axis: bool = True, name: str = "mask"
-) -> Mask:
-    """Take the mask of an `attend` call: a Mask as it is, or a bool tensor that broadcasts.
-
-    >>> import torch
-    >>> as_mask(torch.ones(3, 5, 5, dtype=torch.bool), batch=(2,)).own.head
-    3
-    >>> as_mask(torch.ones(2, 5, 5, dtype=torch.bool), batch=(2,), head_axis=False).own.batch
-    2
-
-    The tensor broadcasts to (*batch, head, query, source), as in SDPA; where the inputs have no
-    head axis (`head_axis=False`) it broadcasts to (*batch, query, source).
-    """
-    if isinstance(mask, Mask):
-        return mask
-    if not isinstance(mask, Tensor):
-        raise type_error(
-            name,
-            "takes a mask or a bool tensor, True = may attend",
-            got=type(mask).__name__,
-            hint="clearhead.masks has causal(), lengths([...]), dense(tensor), ...",
-        )
-    tensor, batch = require_bool(name, mask), tuple(batch)
-    most = len(batch) + head_axis + 2
-    if not 2 <= tensor.dim() <= most:
-        axes = f"({'*batch, ' if batch else ''}{'head, ' if head_axis else ''}query, source)"
-        raise value_error(
-            name,
-            f"broadcasts to {axes}, so it has 2 to {most} axes here",
-            shapes={name: tensor, "batch of the inputs": batch},
-            hint="masks.keep(real) takes (batch, source)",
-        )
-    tensor = tensor if head_axis else tensor.unsqueeze(-3)
-    if tensor.dim() == 2:
-        return Dense(tensor)
-    lead, (head, query, source) = tensor.shape[:-3], tensor.shape[-3:]
-    if all(size == 1 for size in lead):
-        return Dense(tensor.reshape(1, head, query, source))
-    try:
-        tensor = tensor.expand(*batch, head, query, source)
-    except RuntimeError:
-        shapes = {name: tensor, "batch of the inputs": batch}
-        raise value_error(name, "needs the batch of the inputs", shapes=shapes) from None
-    return Dense(tensor.reshape(-1, head, query, source))
 
 
 def _either(name: str, mask: Tensor) -> Mask:

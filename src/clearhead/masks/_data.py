@@ -51,7 +51,7 @@ class Lengths(Mask):
     def _read(self) -> list[tuple[int, int | None]] | None:
         """The lengths of every sample as numbers, where they can be known."""
         if self._known is None and all(t is None or readable(t) for t in (self.source, self.query)):
-            many = self.own.batch or 1
+            many = 1 if self.own.batch is None else self.own.batch
             source = self.source.expand(many).tolist()
             query = [None] * many if self.query is None else self.query.expand(many).tolist()
             self._known = list(zip(source, query, strict=True))
@@ -532,7 +532,8 @@ def dense(tensor: Tensor | Sequence[Sequence[bool]]) -> Mask:
     if tensor.dim() not in (2, 4):
         raise value_error(
             "tensor",
-            "is (query, source) or (batch, head, query, source); other ranks can be read in two ways",
+            "is (query, source) or (batch, head, query, source); "
+            "other ranks can be read in two ways",
             shapes={"tensor": tensor},
             hint="tensor[None] adds a batch axis to (head, query, source), tensor[:, None] a head "
             "axis to (batch, query, source); keep(real) takes (batch, source)",
@@ -705,7 +706,7 @@ def _check_last(mask: Mask, sizes: Sizes) -> None:
     if sizes.query > sizes.source:
         raise value_error(
             "mask",
-            f"{mask._short()}: the queries are the last of the sources, so there are at most as many",
+            f"{mask._short()}: the queries are the last sources, so there are at most as many",
             shapes={"(query, source)": (sizes.query, sizes.source)},
             hint="same(query_ids, source_ids) takes the ids of both sides",
         )

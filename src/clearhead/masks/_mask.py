@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,11 +13,14 @@ from clearhead.errors import type_error, value_error
 
 if TYPE_CHECKING:
     from clearhead._impl.problem import Sizes
+    from clearhead.masks._words import Map
 
 # A tile that is tested edge by edge holds at most this many of them at a time.
 CHUNK = 1 << 22
-# More edges than this are not tested one by one to count or draw them (about half a minute).
-PATIENCE = 1 << 34
+# Tiles of this many positions a side are tested where `block` does not know.
+TILE = 128
+# More edges than this are not tested one by one to count or draw them (about ten seconds).
+PATIENCE = 1 << 32
 
 
 class Block(IntEnum):
@@ -61,7 +65,7 @@ class Mask:
     # What a kind of mask has to say: one formula, and what follows from it faster.
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        """The formula: whether edges are in the set, for index tensors that broadcast."""
+        """Tell by the formula whether edges are in the set, for index tensors that broadcast."""
         raise NotImplementedError
 
     def _text(self, full: bool) -> str:
@@ -72,8 +76,12 @@ class Mask:
         self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
     ) -> Tensor:
         """The tile; edges outside `within` are answered anyhow."""
-        b = torch.arange(self.own.batch or 1, device=rows.device)[:, None, None, None]
-        h = torch.arange(self.own.head or 1, device=rows.device)[:, None, None]
+        b = torch.arange(1 if self.own.batch is None else self.own.batch, device=rows.device)[
+            :, None, None, None
+        ]
+        h = torch.arange(1 if self.own.head is None else self.own.head, device=rows.device)[
+            :, None, None
+        ]
         edges = self._at(b, h, rows[:, None], columns[None, :], sizes)
         return edges.expand(*edges.shape[:-2], len(rows), len(columns))
 
@@ -150,6 +158,10 @@ class Mask:
     ) -> Block:
         return Block.PARTIAL
 
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        """Say in words why the edge is in the set or not, with its numbers."""
+        return f"it decides about source {j} of query {i}"
+
     def intervals(
         self,
         query: int,
@@ -222,10 +234,8 @@ class Mask:
         self._affordable(sizes)
         columns = torch.arange(sizes.source)
         step = max(1, CHUNK // max(sizes.source * sizes.batch * sizes.head, 1))
-        pieces = [
-            self._tile(r, columns, sizes).sum(-1) for r in torch.arange(sizes.query).split(step)
-        ]
-        return torch.cat(pieces, -1)
+        rows = torch.arange(sizes.query).split(step)
+        return torch.cat([self._tile(some, columns, sizes).sum(-1) for some in rows], -1)
 
     def count(
         self,
@@ -241,7 +251,11 @@ class Mask:
         >>> masks.causal().count(4)
         10
         """
-        return int(self.counts(query, source, batch=batch, head=head).sum())
+        sizes = self._sizes(query, source, batch, head)
+        self.check(sizes)
+        tally = Tally(self, sizes)
+        counted = tally.count(0, sizes.query, 0, sizes.source)
+        return int(torch.as_tensor(counted).expand(tally.lead).sum())
 
     def why(
         self,
@@ -292,7 +306,28 @@ class Mask:
         """
         from clearhead.masks._words import picture
 
-        return picture(self, self._sizes(query, source, None, None), sample, head, cells)
+        return picture(self.maps(query, source, sample=sample, head=head, cells=cells))
+
+    def maps(
+        self,
+        query: int,
+        source: int | None = None,
+        *,
+        sample: int | None = None,
+        head: int | None = None,
+        cells: int = 32,
+    ) -> list[Map]:
+        """Give the numbers of the picture: the share of allowed edges in every tile of a grid.
+
+        >>> from clearhead import masks
+        >>> masks.causal().maps(4, cells=2)[0].shares
+        [[0.75, 0.0], [1.0, 0.75]]
+
+        One map, or one for each sample and head where the mask varies.
+        """
+        from clearhead.masks._words import maps
+
+        return maps(self, self._sizes(query, source, None, None), sample, head, cells)
 
     # Conversions: each names the API whose polarity and shape it speaks.
 
@@ -304,7 +339,7 @@ class Mask:
         tensor([[ True, False],
                 [ True,  True]])
 
-        Keywords as in `dense`. A row without any True is 0 here, and NaN in some of torch's kernels.
+        Keywords as in `dense`. A row without True is 0 here, and NaN in some of torch's kernels.
         """
         return self.dense(query, source, **where)
 
@@ -447,8 +482,8 @@ class Mask:
 
         query = self.own.query if query is None else query
         source = query if source is None else source
-        batch = (self.own.batch or 1) if batch is None else batch
-        head = (self.own.head or 1) if head is None else head
+        batch = (1 if self.own.batch is None else self.own.batch) if batch is None else batch
+        head = (1 if self.own.head is None else self.own.head) if head is None else head
         for name, size in (("query", query), ("source", source), ("batch", batch), ("head", head)):
             if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
                 raise type_error(name, "takes a number of positions, as an integer", got=repr(size))
@@ -465,15 +500,16 @@ class Mask:
         return self._sizes(query, source, None, None)
 
     def _affordable(self, sizes: Sizes) -> None:
-        edges = sizes.query * sizes.source * sizes.batch * sizes.head
-        if edges > PATIENCE:
-            raise value_error(
-                "query",
-                f"{self._short()} would have to be tested on {edges:,} edges one by one, "
-                f"more than {PATIENCE:,}",
-                shapes={"(query, source, batch, head)": tuple(sizes)},
-                hint="ask about fewer positions, or about one row with row(i, source)",
-            )
+        if sizes.query * sizes.source * sizes.batch * sizes.head > PATIENCE:
+            raise self._too_many(sizes)
+
+    def _too_many(self, sizes: Sizes) -> ValueError:
+        return value_error(
+            "query",
+            f"{self._short()} has more than {PATIENCE:,} edges that have to be tested one by one",
+            shapes={"(query, source, batch, head)": tuple(sizes)},
+            hint="ask about fewer positions, or about one row with row(i, source)",
+        )
 
 
 class Pair(Mask):
@@ -668,6 +704,42 @@ def _agree(whole: Pair, left: Mask, right: Mask) -> Own:
 def _count(number: int, name: str) -> str:
     plural = {"batch": "samples", "head": "heads", "query": "queries", "source": "sources"}
     return f"{number} {name if number == 1 else plural[name]}"
+
+
+class Tally:
+    """Counts the edges of tiles, exactly, without testing those that `block` knows."""
+
+    def __init__(self, mask: Mask, sizes: Sizes):
+        self.mask, self.sizes, self.tested = mask, sizes, 0
+        edge = torch.zeros(min(sizes.query, 1), dtype=torch.int64)
+        column = torch.zeros(min(sizes.source, 1), dtype=torch.int64)
+        # Some masks tell only by an answer whether they vary over samples and heads.
+        shape = mask._tile(edge, column, sizes).shape
+        self.lead = tuple(shape[:2]) if len(shape) == 4 else (1, 1)
+
+    def count(self, top: int, bottom: int, left: int, right: int) -> int | Tensor:
+        """Return the number of edges of a tile; (batch or 1, head or 1) where samples differ."""
+        tall, wide = bottom - top, right - left
+        if not tall or not wide:
+            return 0
+        block = self.mask._block(top, bottom, left, right, self.sizes.query, self.sizes.source)
+        if block != Block.PARTIAL:
+            return tall * wide if block else 0
+        if tall <= TILE and wide <= TILE:
+            return self._test(top, bottom, left, right)
+        down = (top, top + tall // 2, bottom) if tall > TILE else (top, bottom)
+        across = (left, left + wide // 2, right) if wide > TILE else (left, right)
+        return sum(
+            self.count(*rows, *columns) for rows in pairwise(down) for columns in pairwise(across)
+        )
+
+    def _test(self, top: int, bottom: int, left: int, right: int) -> int | Tensor:
+        self.tested += (bottom - top) * (right - left) * self.lead[0] * self.lead[1]
+        if self.tested > PATIENCE:
+            raise self.mask._too_many(self.sizes)
+        tile = self.mask._tile(torch.arange(top, bottom), torch.arange(left, right), self.sizes)
+        counted = tile.sum((-2, -1))
+        return counted if tile.dim() == 4 else int(counted)
 
 
 def tidy(start: Tensor, stop: Tensor, source: int) -> tuple[Tensor, Tensor]:
