@@ -634,9 +634,10 @@ struct Block {
       const float lse = empty ? -INFINITY : row_max[lane] + log_sum;
       if (call.lse) call.lse[row(lane)] = lse;
       if (call.entropy) {
-        const float sink = call.sinks ? std::exp(call.sinks[head] - row_max[lane]) : 0;
-        const float real = row_sum[lane] - sink;
-        call.entropy[row(lane)] = empty ? 0 : (log_sum * real - neg_entropy[lane]) * rescale[lane];
+        // the sink counts in the denominator, and is no source
+        const float below = call.sinks ? call.sinks[head] - row_max[lane] : -INFINITY, sink = std::exp(below);
+        const float spread = neg_entropy[lane] - (sink > 0 ? sink * below : 0);
+        call.entropy[row(lane)] = empty ? 0 : (log_sum * (row_sum[lane] - sink) - spread) * rescale[lane];
       }
       if (call.top && row_sum[lane] != row_sum[lane]) first_as_top(lane);
     }

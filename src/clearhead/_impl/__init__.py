@@ -24,6 +24,8 @@ def implementations() -> list[ModuleType]:
     if not _loaded:
         found = [name for name in NAMES if find_spec(f"{__name__}.{name}")]
         _loaded.extend(import_module(f"{__name__}.{name}") for name in found)
+        if found[:2] == ["native", "tiled"]:  # the kernel leaves to the next what it does not have
+            _loaded[0].rest = _loaded[1]
         for module, after in zip(_loaded, _loaded[1:], strict=False):
             # They do not know each other; one that does only a part hands on the rest.
             if hasattr(module, "rest"):
