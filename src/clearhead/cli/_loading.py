@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -58,7 +57,7 @@ class _Characters(Reader):
     """A teaching model: one token a character."""
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text))
+        return self.tokenizer.encode(text).tolist()
 
     def labels(self, ids: list[int]) -> list[str]:
         return [label(self.tokenizer.decode([id_])) for id_ in ids]
@@ -78,28 +77,24 @@ def load(spec: str | None) -> Reader:
     if path.is_file():
         return _gguf(path)
     if path.is_dir():
-        return _teaching(path) if _is_ours(path) else _hugging_face(spec, path)
+        ours = (path / "model.safetensors").is_file() and not (path / "config.json").exists()
+        return _teaching(path) if ours else _hugging_face(spec, path)
     if path.suffix == ".gguf" or path.is_absolute() or spec.startswith("."):
         raise value_error("--model", "no such file or directory", got=repr(spec))
     return _hugging_face(spec, None)
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("format") == "clearhead"
-
-
 def _teaching(path: Path | None) -> Reader:
     from clearhead import models
 
-    model, vocabulary = models.load(path)
-    kind = "masked" if isinstance(model, models.BERT) else "next"
-    mask_id = getattr(vocabulary, "mask_id", None) if kind == "masked" else None
+    model = models.load(path)
+    vocabulary = model.vocabulary
+    if isinstance(vocabulary, int):
+        raise value_error("--model", "has no characters, only token numbers", got=repr(str(path)))
     name = SHIPPED if path is None else str(path)
-    return _Characters(name, model.eval(), kind, vocabulary, mask_id)
+    if isinstance(model, models.BERT):
+        return _Characters(name, model, "masked", vocabulary, vocabulary.number["[MASK]"])
+    return _Characters(name, model, "next", vocabulary)
 
 
 def _gguf(path: Path) -> Reader:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a text in UTF-8")
     parser.add_argument("--model", choices=("gpt", "bert", "rnn"), help="which model (gpt)")
     parser.add_argument("--out", metavar="DIR", help="where the model goes (FILE-MODEL)")
-    parser.add_argument("--steps", type=int, help="how many steps (800)")
+    parser.add_argument("--steps", type=int, help="how many steps (600)")
     parser.add_argument("--batch", type=int, help="windows of text in a step (16)")
     parser.add_argument("--length", type=int, help="characters in a window (128)")
     parser.add_argument("--layers", type=int, help="layers (4; rnn 2)")
@@ -96,7 +96,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     if "lr" in given:
         given["learning_rate"] = given.pop("lr")
     # Twenty times in a run: often enough to watch, seldom enough to cost little.
-    given["validate_every"] = min(max(given.get("steps", 800) // 20, 1), 100)
+    given["validate_every"] = min(max(given.get("steps", 600) // 20, 1), 100)
     return given
 
 
