@@ -321,6 +321,15 @@ class _Watcher(Handler):
 
     def finish(self, modules: Modules, seer: Interceptor) -> None:
         """Say what was missed; raise where nothing was seen, or nothing of what was asked for."""
+        if modules.fast:
+            self.note("torch's encoder fast path hides its calls: it is off inside the block")
+        seen = set(self.known.values())
+        for module in sorted(modules.scripted):
+            self.unseen(module, "it is TorchScript")
+        for module in sorted(set(seer.pending.values()) - seen):
+            self.unseen(module, "its softmax of a product never met a value")
+        for module in modules.overlooked(seen | set(seer.pending.values()) | modules.scripted):
+            self.unseen(module, "it made no call that attention is known by")
         if not self.count:
             raise RuntimeError(_nothing(modules, self.seen.notes))
         total = len(self.known)
@@ -335,9 +344,12 @@ def _nothing(modules: Modules, notes: list[str]) -> str:
     lines = ["watch: no attention call of the model was seen"]
     lines += [f"  {note}" for note in notes]
     if modules.elsewhere:
-        lines.append("  the model ran in another thread than the watch")
-    elif not modules.ran and modules.names:
+        lines.append("  the model ran in another thread than the one that watches")
+        lines.append("  to do: call it in the thread of the with block")
+    elif modules.names and not modules.ran:
         lines.append("  the model was not called inside the block")
+    elif mixers := modules.mixers():
+        lines.append("  to mix positions it seems to use " + ", ".join(mixers))
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from clearhead._watch.trace import Origin, Softmax, tensors
 if TYPE_CHECKING:
     from clearhead._watch.intercept import Interceptor
 
-__all__ = ["product", "softmax"]
+__all__ = ["division", "exponential", "product", "softmax"]
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,59 @@ def softmax(
     scores = args[0] if args else kwargs["input"]
     dim = kwargs["dim"] if "dim" in kwargs else (args[1] if len(args) > 1 else None)
     dim = -1 if dim is None else dim
-    heads = origin.heads or seer.folded if scores.ndim == 3 else None
-    if dim in (-1, scores.ndim - 1):
-        lead, shape = _lead(scores.shape[:-2], heads, False), scores.shape[-2:]
-        seen = seer.place(Call(None, None, None, how="by hand"), origin.product, count=False)
-        with torch._C.DisableTorchFunction():
-            changed = seer.handler.scores(seen.but(scores=scores.reshape(*lead, *shape)))
-        if changed is not None:
-            scores = changed.reshape(scores.shape)
-            args, kwargs = (scores, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
+    scores = _altered(seer, origin, scores) if dim in (-1, scores.ndim - 1) else scores
+    args, kwargs = (scores, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}
     weights = func(*args, **kwargs)
+    _remember(seer, origin, scores, weights, dim % scores.ndim)
+    return weights
+
+
+def exponential(
+    seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
+) -> Tensor:
+    """Run the exponential of scores; with a division by the sum it makes a softmax."""
+    scores = _altered(seer, origin, args[0])
+    kept = scores.clone() if func is torch.Tensor.exp_ else scores
+    out = func(scores, *args[1:], **kwargs)
+    seer.trace.mark(out, replace(origin, exp=kept))
+    return out
+
+
+def division(seer: Interceptor, origin: Origin, total: Tensor, weights: Tensor) -> None:
+    """Take the quotient of an exponential and its sum over the last axis for a softmax."""
+    scores = origin.exp
+    assert scores is not None
+    if total.shape != (*scores.shape[:-1], 1) or weights.shape != scores.shape:
+        return
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        # a factor of 0 after the exponential is a mask as well
+        scores = scores.masked_fill(weights == 0, -math.inf)
+    _remember(seer, origin, scores, weights, scores.ndim - 1)
+
+
+def _altered(seer: Interceptor, origin: Origin, scores: Tensor) -> Tensor:
+    """Let the handler answer other scores."""
+    lead = _lead(scores.shape[:-2], _heads(seer, origin, scores), False)
+    seen = seer.place(Call(None, None, None, how="by hand"), origin.product, count=False)
+    with torch._C.DisableTorchFunction():
+        four = scores.reshape(*lead, *scores.shape[-2:])
+        changed = seer.handler.scores(seen.but(scores=four))
+    return scores if changed is None else changed.reshape(scores.shape)
+
+
+def _remember(
+    seer: Interceptor, origin: Origin, scores: Tensor, weights: Tensor, dim: int
+) -> None:
     assert origin.product is not None
-    found = Softmax(scores, weights, dim % scores.ndim, origin.product, heads)
+    found = Softmax(scores, weights, dim, origin.product, _heads(seer, origin, scores))
     found.module, found.scale = seer.running, origin.scale
     seer.pending[id(found)] = found.module
     seer.trace.mark(weights, Origin(origin.root, softmax=found))
-    return weights
+
+
+def _heads(seer: Interceptor, origin: Origin, scores: Tensor) -> int | None:
+    """How many heads were folded into the batch of three-dimensional scores."""
+    return origin.heads or seer.folded if scores.ndim == 3 else None
 
 
 def product(seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from clearhead._watch import byhand
 from clearhead._watch import call as calls
 from clearhead._watch.call import Additive, Call
 from clearhead._watch.modules import Modules
-from clearhead._watch.trace import PRODUCTS, SOFTMAXES, Origin, Trace
+from clearhead._watch.trace import DIVISIONS, EXPONENTIALS, PRODUCTS, SOFTMAXES, Origin, Trace
 from clearhead.attention import attend
 
 __all__ = ["Handler", "Interceptor"]
@@ -165,10 +165,29 @@ class Interceptor(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         origin = self.trace.origin(scores)
         if origin is None or origin.product is None or not self.listening:
-            out = func(*args, **kwargs)
-            self.trace.follow(func, args, kwargs, out)
-            return out
+            return self.other(func, args, kwargs)
         return byhand.softmax(self, func, args, kwargs, origin)
+
+    def exponential(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle exp: of a product of two activations it may begin a softmax by hand."""
+        origin = self.trace.origin(args[0]) if args else None
+        if origin is None or origin.product is None or not self.listening:
+            return self.other(func, args, kwargs)
+        return byhand.exponential(self, func, args, kwargs, origin)
+
+    def division(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a division: of an exponential by its sum it ends a softmax by hand."""
+        out = self.other(func, args, kwargs)
+        origin = self.trace.origin(args[0]) if len(args) == 2 else None
+        if origin is not None and origin.exp is not None and isinstance(args[1], Tensor):
+            byhand.division(self, origin, args[1], out)
+        return out
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run any other call, and follow where its result comes from."""
+        out = func(*args, **kwargs)
+        self.trace.follow(func, args, kwargs, out)
+        return out
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a matrix product: the first or the second one of attention by hand."""
@@ -283,4 +302,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     attend: Interceptor.own,
     **dict.fromkeys(SOFTMAXES, Interceptor.softmax),
     **dict.fromkeys(PRODUCTS, Interceptor.product),
+    **dict.fromkeys(EXPONENTIALS, Interceptor.exponential),
+    **dict.fromkeys(DIVISIONS, Interceptor.division),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,17 @@ from torch import nn
 
 __all__ = ["Modules"]
 
+_ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
+_MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
 _CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", "encoder_attn")
+
+
+_FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _within(name: str, other: str) -> bool:
+    """Whether a module is another one, or inside it."""
+    return not other or name == other or name.startswith(other + ".")
 
 
 class Modules:
@@ -27,6 +38,8 @@ class Modules:
         self.names: dict[int, str] = {}
         self.ran: set[str] = set()
         self.elsewhere: set[str] = set()
+        self.scripted: set[str] = set()
+        self.fast = False
         self.on_generate: Callable[..., Any] = lambda args, kwargs: contextlib.nullcontext()
         self.on_forward: Callable[[], None] = lambda: None
         self._stack: list[str] = []
@@ -70,12 +83,35 @@ class Modules:
         leaf = name.lower()
         return True if any(word in leaf for word in _CROSS) else None
 
+    def overlooked(self, seen: set[str]) -> list[str]:
+        """Name the modules called attention that ran without a call that was seen."""
+        found = []
+        for name in sorted(self.ran):
+            if not _ATTENDS.search(type(self._modules[name]).__name__) or not name:
+                continue
+            if not any(_within(name, other) or _within(other, name) for other in seen):
+                found.append(name)
+        return [name for name in found if not any(_within(name, o) for o in found if o != name)]
+
+    def mixers(self) -> list[str]:
+        """Name the classes of the modules that ran and may mix positions without attention."""
+        classes = {type(self._modules[name]).__name__ for name in self.ran}
+        return sorted(name for name in classes if _MIXES.search(name) or _ATTENDS.search(name))
+
+    def takes_fast_path(self, module: nn.Module) -> bool:
+        """Whether torch would run this module through its fused encoder path."""
+        if module.training or not torch.backends.mha.get_fastpath_enabled():
+            return False
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        return isinstance(module, _FAST) and not learning
+
     def __enter__(self) -> Modules:
         if isinstance(self.model, nn.Module) and callable(getattr(self.model, "generate", None)):
             # set beside the module's parameters, past its __setattr__, and taken away on exit
             self.model.__dict__["generate"] = self._generating(self.model.generate)
         for name, module in self._modules.items():
             if isinstance(module, torch.jit.ScriptModule):
+                self.scripted.add(name)
                 continue
             self._handles.append(module.register_forward_pre_hook(self._entering(name)))
             self._handles.append(
@@ -109,6 +145,7 @@ class Modules:
                 self.elsewhere.add(name)
                 return
             self.ran.add(name)
+            self.fast = self.fast or self.takes_fast_path(module)
             self._stack.append(name)
 
         return enter

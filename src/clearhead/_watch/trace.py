@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-__all__ = ["PRODUCTS", "SOFTMAXES", "Origin", "Softmax", "Trace", "tensors"]
+__all__ = ["DIVISIONS", "EXPONENTIALS", "PRODUCTS", "SOFTMAXES", "Origin", "Softmax", "Trace", "tensors"]
 
 PRODUCTS = {
     torch.matmul,
@@ -28,6 +28,9 @@ PRODUCTS = {
     torch.Tensor.baddbmm,
 }
 SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax, torch._softmax}
+EXPONENTIALS = {torch.exp, torch.Tensor.exp, torch.Tensor.exp_}
+DIVISIONS = {torch.div, torch.true_divide, torch.divide, torch.Tensor.div, torch.Tensor.divide}
+DIVISIONS |= {torch.Tensor.__truediv__, torch.Tensor.div_, torch.Tensor.__itruediv__}
 _INSERTS = {torch.cat, torch.concat, torch.Tensor.index_copy_, torch.Tensor.copy_}
 _INSERTS |= {torch.Tensor.index_copy, torch.Tensor.__setitem__, torch.Tensor.scatter_}
 _FORGET = {torch.nn.functional.embedding, torch.argmax, torch.Tensor.argmax}
@@ -68,6 +71,7 @@ class Origin:
     heads: int | None = None  # the head axis that was folded into the batch
     dropped: bool = False
     scale: float = 1.0  # what multiplied it since its projection
+    exp: Tensor | None = None  # the scores that it is the exponential of
 
 
 class Trace:
@@ -125,8 +129,10 @@ class Trace:
             known = self._begin(func, args, kwargs)
             if known is None:
                 return
-        if func in _FORGET or (learned and known.softmax is None):
-            known = Origin(known.root, product=known.product if func not in _FORGET else None)
+        if func in _FORGET or func in _PROJECTIONS or (learned and func in PRODUCTS):
+            known = Origin(known.root)
+        elif learned:
+            known = replace(known, scale=1.0)
         elif func in _DROPOUTS and _drops(*args, **kwargs):
             known = replace(known, dropped=True)
         elif func in _FACTORS and len(args) == 2:
