@@ -235,6 +235,12 @@ def test_sizes_of_zero_and_one(
     close(output, expected)
     close(weights, expected_weights)
     close(ours(*tensors, need_weights=False, attn_mask=blocked)[0], expected)
+    padded = torch.zeros(batch, source, dtype=torch.bool)
+    for masked in ({"key_padding_mask": padded}, {"is_causal": source == query}):
+        for asked in ({}, {"read": (readings.TopK(2), readings.Entropy(), readings.Received())}):
+            output, _ = ours(*tensors, **masked, **asked)
+            assert output.shape == expected.shape
+            (output.sum() * 1.0).backward()
 
 
 # Where torch contradicts itself
