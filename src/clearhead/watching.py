@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from clearhead import _impl, readings
-from clearhead._watch import hub, look
+from clearhead._watch import cost, hub, look, store
 from clearhead._watch.call import Call
-from clearhead._watch.intercept import Handler, Interceptor, quiet
+from clearhead._watch.intercept import Handler, Interceptor
 from clearhead._watch.modules import Modules
 from clearhead._watch.stitch import Stitcher, join
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 
-__all__ = ["Record", "Seen", "watch"]
+__all__ = ["Record", "Seen", "estimate", "load", "watch"]
 
 # Rows of each call that are computed again, to compare with the model's own output.
 _SAMPLED = 4
@@ -69,6 +71,21 @@ class Seen(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the records to one safetensors file, whole or not at all; `load` reads it.
+
+        The header's entry `clearhead` is a JSON document (schema `clearhead.seen`, version 1) that
+        lists the records and names their tensors. A file that exists is left alone without `force`.
+        """
+        if Path(path).exists() and not force:
+            raise FileExistsError(f"{path} exists; save(path, force=True) writes over it")
+        writer, records = store.Writer(), []
+        for record in self:
+            plain = {name: getattr(record, name) for name in _PLAIN}
+            mask = writer.mask(record.mask, record.sizes)
+            records.append({**plain, "mask": mask, "value": writer.value(record.value)})
+        store.write(path, {"notes": self.notes, "records": records}, writer.tensors)
+
     def __repr__(self) -> str:
         lines = [f"{len(self)} attention calls seen"]
         for record in self._records[:40]:
@@ -78,6 +95,59 @@ class Seen(Sequence[Record]):
                 f"{batch} x {heads} heads, {query} queries, {source} sources, by {record.how}"
             )
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+_PLAIN = [field.name for field in fields(Record) if field.name not in ("value", "mask")]
+
+
+def load(path: str | Path) -> Seen:
+    """Read the records that `seen.save` wrote."""
+    document, tensors = store.read(path)
+    seen = Seen()
+    seen.notes += document["notes"]
+    for outline in document["records"]:
+        plain = {name: outline[name] for name in _PLAIN}
+        for name in ("heads", "queries", "sizes"):
+            plain[name] = None if plain[name] is None else tuple(plain[name])
+        value, mask = store.value(outline["value"], tensors), store.mask(outline["mask"], tensors)
+        seen._records.append(Record(value=value, mask=mask, **plain))
+    return seen
+
+
+def estimate(
+    model: nn.Module | Callable[..., Any],
+    inputs: Any,
+    *,
+    read: Reading | Sequence[Reading] = readings.TopK(8),
+    layers: int | Sequence[int] | None = None,
+) -> cost.Cost:
+    """Say what `watch(model, read=...)` would take for one call with these inputs.
+
+    >>> import torch, clearhead as ch
+    >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> x = torch.zeros(1, 100, 8)
+    >>> ch.estimate(layer, (x, x, x), read=ch.readings.Weights()).bytes
+    80000
+
+    `inputs` is a tensor, a tuple of arguments, or a dict of keywords. The model is run on shapes
+    alone where it allows that, and once in earnest where it does not.
+    """
+    wanted = (read,) if isinstance(read, Reading) else tuple(read)
+    sizes = cost.Sizes()
+    modules = Modules(_watchable(model))
+    with modules, (seer := Interceptor(sizes, modules)), hub.interface(seer):
+        cost.run_once(model, inputs)
+    chosen = _numbers("layers", layers)
+    total = 1 + max((call.layer for call in sizes.calls), default=-1)
+    kept = None if chosen is None else {layer % total for layer in chosen}
+    calls = [call for call in sizes.calls if kept is None or call.layer in kept]
+    edges = sum(math.prod(call.sizes) for call in calls)
+    return cost.Cost(
+        calls=len(calls),
+        edges=edges,
+        bytes=sum(cost.value_bytes(reading, call) for call in calls for reading in wanted),
+        seconds=cost.seconds(wanted, edges, max((call.sizes[1] for call in calls), default=1)),
+    )
 
 
 @contextlib.contextmanager
@@ -391,5 +461,3 @@ def _detached(value: Any) -> Any:
 def _full_precision(like: Tensor) -> Any:
     return torch.autocast(like.device.type, enabled=False)
 
-
-_ = quiet

@@ -98,8 +98,10 @@ class Modules:
         classes = {type(self._modules[name]).__name__ for name in self.ran}
         return sorted(name for name in classes if _MIXES.search(name) or _ATTENDS.search(name))
 
-    def takes_fast_path(self, module: nn.Module) -> bool:
+    def takes_fast_path(self, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
         """Whether torch would run this module through its fused encoder path."""
+        if isinstance(module, nn.MultiheadAttention) and len({*map(id, inputs[:3])}) > 1:
+            return False
         if module.training or not torch.backends.mha.get_fastpath_enabled():
             return False
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
@@ -145,7 +147,7 @@ class Modules:
                 self.elsewhere.add(name)
                 return
             self.ran.add(name)
-            self.fast = self.fast or self.takes_fast_path(module)
+            self.fast = self.fast or self.takes_fast_path(module, inputs)
             self._stack.append(name)
 
         return enter
