@@ -115,8 +115,11 @@ class Case:
         )
 
 
-def naive(case: Case, given: dict[str, Any]) -> Tensor:
-    """Return what a few lines of torch in the inputs' own dtype give: the yardstick of errors."""
+def naive(case: Case, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return context and log-sum-exp of a few lines of torch in the inputs' own dtype.
+
+    They are the yardstick of errors.
+    """
     query, key, value = given["query"], given["key"], given["value"]
     if case.head:
         group = query.shape[-3] // key.shape[-3]
@@ -135,7 +138,7 @@ def naive(case: Case, given: dict[str, Any]) -> Tensor:
         sinks = given["sinks"] if not case.head else given["sinks"][:, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1).nan_to_num()[..., : case.sources]
-    return weights @ value
+    return weights @ value, scores.logsumexp(-1)
 
 
 def _lengths(*sizes: int) -> Formula:
