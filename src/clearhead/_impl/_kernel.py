@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from clearhead import readings
 from clearhead._impl.problem import Problem
+from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
 try:
@@ -40,11 +42,23 @@ class Ranges(NamedTuple):
 
 def ranges_of(mask: Any, problem: Problem) -> Ranges | None:
     """Return the mask's intervals as the kernel takes them, or None where it has none."""
-    found = mask.intervals(*problem.sizes[:2], problem.query.device)
-    if found is None:
-        return None
+    query, source = problem.query.shape[-2], problem.key.shape[-2]
+    if type(mask) is Relative:
+        return _relative_ranges(mask.low, mask.high, mask.align, query, source)
+    found = mask.intervals(query, source)
+    return None if found is None else _as_ranges(*found)
+
+
+def _as_ranges(*found: Tensor) -> Ranges:
     start, stop = (x.to(torch.int32).contiguous() for x in found)
     return Ranges(start, stop) if start.ndim == 3 else Ranges(start[None, None], stop[None, None])
+
+
+@functools.lru_cache(maxsize=64)
+def _relative_ranges(low: Any, high: Any, align: Any, query: int, source: int) -> Ranges:
+    """Five operations on tensors would cost more than a small call."""
+    found = Relative("", (), low, high, align).intervals(query, source)
+    return _as_ranges(*found)
 
 
 def four(x: Tensor) -> Tensor:
@@ -271,6 +285,27 @@ def forward(
             results.ask(call, part)
         call.run(0)
     return out, results, inputs
+
+
+def context(problem: Problem) -> Tensor:
+    """The context alone of a 4-D problem: the shortest way from tensors to the kernel."""
+    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
+    ranges = None if mask is None else ranges_of(mask, problem)
+    shape, q_steps, k_steps, v_steps = q.shape, q.stride(), k.stride(), v.stride()
+    plain = problem.bias is None and problem.sinks is None and problem.softcap is None
+    side_by_side = q_steps[3] == k_steps[3] == v_steps[3] == 1
+    if not plain or not side_by_side or (mask is not None and ranges is None):
+        return forward(problem)[0]
+    width = v.shape[3]
+    out = q.new_empty((*shape[:3], width)) if width != shape[3] else torch.empty_like(q, memory_format=torch.contiguous_format)
+    call = _native.Forward(
+        TYPES[q.dtype], q.data_ptr(), shape, q_steps, k.data_ptr(), k.shape, k_steps,
+        v.data_ptr(), v.shape, v_steps, out.data_ptr(), out.stride(), problem.scale,
+    )  # fmt: skip
+    if ranges is not None:
+        call.set_ranges(ranges.start.data_ptr(), ranges.stop.data_ptr(), *ranges.strides())
+    call.run(0)
+    return out
 
 
 def split(parts: list[range], rows: int) -> list[range]:

@@ -38,7 +38,7 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         return [f"the compiled kernel is not there: {_kernel.WHY_NOT}"]
     reasons = watchers()
     query, key, value = problem.query, problem.key, problem.value
-    if query.device.type != "cpu":
+    if not query.is_cpu:
         reasons.append(f"the inputs are on {query.device}, not on the CPU")
     if query.dtype not in _kernel.TYPES:
         reasons.append(f"{query.dtype} is not float32, bfloat16 or float16")
@@ -46,20 +46,31 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         reasons.append("dropout is asked for")
     if query.shape[-1] > 256 or value.shape[-1] > 256:
         reasons.append("head_dim or value_dim is above 256")
-    if 0 in query.shape or 0 in key.shape or 0 in value.shape:
+    if not (query.numel() and key.numel() and value.numel()):
         reasons.append("an axis has no elements")
-    if not all(type(x) in PLAIN for x in _inputs(problem) if x is not None):
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         reasons.append("an input is a tensor subclass")
+    for extra in (problem.bias, problem.sinks):
+        if extra is not None and type(extra) not in PLAIN:
+            reasons.append("bias or sinks are a tensor subclass")
     return reasons
 
 
 def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
     """Return the context and the values of the readings."""
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in _inputs(problem) if x is not None):
+    if not (torch.is_grad_enabled() and _requires_grad(problem)):
+        if not read and problem.query.ndim == 4:
+            return _kernel.context(problem), []
         return _forward(problem, read)[:2]
     specs: list[Any] = []
     context, *flat = _Native.apply(problem, read, specs, *_inputs(problem))  # type: ignore[misc]
     return context, pytree.tree_unflatten(flat, specs[0]) if read else []
+
+
+def _requires_grad(problem: Problem) -> bool:
+    if problem.query.requires_grad or problem.key.requires_grad or problem.value.requires_grad:
+        return True
+    return any(x is not None and x.requires_grad for x in (problem.bias, problem.sinks))
 
 
 def _inputs(problem: Problem) -> tuple[Tensor | None, ...]:
