@@ -17,7 +17,6 @@ from torch import Tensor
 
 from clearhead import masks
 
-IMPLEMENTATIONS = ("reference", "tiled", "native")
 Formula = Callable[[np.ndarray, np.ndarray], Any]
 
 

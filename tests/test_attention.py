@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead import masks, readings
+from clearhead import _impl, masks, readings
+from clearhead._impl.problem import Problem
 from tests import oracle
 from tests.cases import BY_NAME, CASES, Case, naive
 
@@ -668,23 +670,22 @@ class TestDropout:
 
 
 class TestChoice:
-    def test_the_first_that_can_serve(self) -> None:
-        from clearhead import _impl
-
+    def test_the_first_that_can_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 1, 4, 3)
-        names = [module.NAME for module in _impl.implementations()]
-        assert names == [name for name in _impl.NAMES if name in names]
-        assert "reference" in names
-        assert set(_impl.available()) == set(_impl.NAMES)
-        ch.attend(x, x, x)
+        names = [module.NAME for module in _impl.IMPLEMENTATIONS]
+        assert names == ["native", "tiled", "reference"] == list(_impl.available())
+        problem = Problem(x, x, x, None, 1.0)
+        for module in _impl.IMPLEMENTATIONS:
+            monkeypatch.setattr(module, "unsupported_reasons", lambda *_: [])
+            assert _impl.choose(problem, (), None) is _impl.IMPLEMENTATIONS[0]
+        for module, after in pairwise(_impl.IMPLEMENTATIONS):
+            monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["it is Monday"])
+            assert _impl.choose(problem, (), None) is after
 
     def test_refusing_gives_all_reasons(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from clearhead import _impl
-
-        module = _impl.implementations()[0]
-        monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["one thing", "another"])
         x = torch.randn(1, 1, 4, 3)
-        with pytest.raises(ValueError, match=r"(?s)cannot serve.*- one thing.*- another"):
-            ch.attend(x, x, x, impl=module.NAME)
-        if module.NAME != "reference":
-            ch.attend(x, x, x)
+        for module in _impl.IMPLEMENTATIONS[:2]:
+            monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["one", "another"])
+            with pytest.raises(ValueError, match=r"(?s)cannot serve.*- one.*- another"):
+                ch.attend(x, x, x, impl=module.NAME)
+        torch.testing.assert_close(ch.attend(x, x, x), ch.attend(x, x, x, impl="reference"))

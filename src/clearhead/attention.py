@@ -86,7 +86,11 @@ def attend(
     problem = _problem(query, key, value, mask, scale, bias, softcap, sinks, dropout)
     if wanted:
         _checks.readings(wanted, problem)
-    context, values = _impl.choose(problem, wanted, impl).attend(problem, wanted)
+    chosen = _impl.choose(problem, wanted, impl)
+    if dropout:
+        # A call that is refused draws nothing.
+        problem.seed = draw_seed(query.device)
+    context, values = chosen.attend(problem, wanted)
 
     if query.ndim < 4:
         context, axis = context.squeeze(-3), query.ndim - 2
@@ -107,7 +111,7 @@ def _problem(
     sinks: Tensor | None,
     dropout: float,
 ) -> Problem:
-    """Check what is optional, give every tensor a head axis, fill in the scale and the seed."""
+    """Check what is optional, give every tensor a head axis, fill in the scale."""
     given = query
     if query.ndim < 4:
         query, key, value = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
@@ -126,7 +130,6 @@ def _problem(
         problem.sinks = _checks.sinks(sinks, problem)
     if dropout:
         problem.dropout = _checks.dropout(dropout)
-        problem.seed = draw_seed(query.device)
     return problem
 
 
