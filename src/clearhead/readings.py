@@ -588,7 +588,7 @@ def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
 
 def _place(values: Tensor, sources: Tensor, source: int) -> Tensor:
     """Values at some sources as values at all sources, 0 elsewhere."""
-    if len(sources) == source:
+    if sources.shape[0] == source:
         return values
     return values.new_zeros(*values.shape[:-1], source).index_add(-1, sources, values)
 
