@@ -609,7 +609,7 @@ struct Block {
 
   void finish() {
     for (int lane = 0; lane < lanes; ++lane) rescale[lane] = row_sum[lane] == 0 ? 0 : 1 / row_sum[lane];
-    write_context();
+    if (call.out.data) write_context();
     if (call.lse || call.entropy || call.top) write_statistics();
     if (strip) weigh();
   }

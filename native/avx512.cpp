@@ -3,4 +3,5 @@
 // the algorithm follows its vector verbs
 #include "attention.inl"
 #include "backward.inl"
+#include "decode.inl"
 #include "kernel.inl"

@@ -120,9 +120,24 @@ const Kernel* current(std::string& error) {
   return kernel;
 }
 
-bool forward(const Kernel& kernel, Forward& call, int threads) {
-  const double work = (double)call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
-  threads = threads_for(work, threads);
+namespace {
+
+// Few queries: the context from chunks of sources, then what is read, if anything, by the others' way.
+bool forward_few(const Kernel& kernel, const Forward& call, int threads) {
+  std::unique_ptr<float[]> partial(new (std::nothrow) float[(size_t)kernel.few_partial(call)]);
+  if (!partial) return false;
+  const int64_t heads = call.batch * call.source_head;
+  const size_t bytes = kernel.few_scratch(call);
+  return spread(heads * kernel.few_chunks(call), threads, bytes,
+                [&](int64_t i, char* memory) { kernel.few(call, i, partial.get(), memory); }) &&
+         spread(heads, 1, bytes, [&](int64_t i, char* memory) { kernel.few_merge(call, i, partial.get(), memory); });
+}
+
+bool reads_more(const Forward& call) {
+  return call.entropy || call.top || call.distance || call.mass || call.rows || call.received || call.cell_sum;
+}
+
+bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
   std::unique_ptr<uint32_t[]> packed;
   if (kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0) {
     const int64_t heads = call.batch * call.source_head;
@@ -134,9 +149,21 @@ bool forward(const Kernel& kernel, Forward& call, int threads) {
   }
   const int64_t blocks = (call.query + kernel.block - 1) / kernel.block;
   const bool sums = call.received || call.cell_sum;
-  if (!sums || call.slots > blocks) call.slots = sums ? (call.slots < blocks ? call.slots : blocks) : blocks;
+  if (!sums || call.slots > blocks) call.slots = blocks;
   return spread(call.batch * call.head * call.slots, threads, kernel.forward_scratch(call),
                 [&](int64_t i, char* memory) { kernel.forward(call, i, memory); });
+}
+
+}  // namespace
+
+bool forward(const Kernel& kernel, Forward& call, int threads) {
+  const double work = (double)call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
+  if (!kernel.is_few(call)) return forward_blocks(kernel, call, threads_for(work, threads));
+  // reading the sources costs more than the few operations on them
+  if (!forward_few(kernel, call, threads_for(4 * work / call.query, threads))) return false;
+  if (!reads_more(call)) return true;
+  call.out.data = nullptr, call.lse = nullptr;
+  return forward_blocks(kernel, call, threads_for(work, threads));
 }
 
 bool backward(const Kernel& kernel, const Backward& work, int threads) {

@@ -35,7 +35,7 @@ struct Forward {
   int64_t batch, head, source_head, query, source, head_dim, value_dim;
   int64_t first_query, query_total;
   Type type;
-  View q, k, v, out;
+  View q, k, v, out;     // out.data may be null: only the results below are wanted
   float scale, softcap;  // softcap 0: none
   const float* sinks;    // (head,) or null
   Edges mask;
@@ -88,6 +88,12 @@ struct Kernel {
   size_t (*forward_scratch)(const Forward&);
   void (*forward)(const Forward&, int64_t item, char* scratch);
   void (*pack_values)(const Forward&, int64_t item, uint32_t* packed);
+  bool (*is_few)(const Forward&);
+  int64_t (*few_chunks)(const Forward&);
+  int64_t (*few_partial)(const Forward&);  // floats of partial results
+  size_t (*few_scratch)(const Forward&);
+  void (*few)(const Forward&, int64_t item, float* partial, char* scratch);
+  void (*few_merge)(const Forward&, int64_t item, const float* partial, char* scratch);
   size_t (*backward_scratch)(const Backward&);
   void (*backward)(const Backward&, int64_t item, char* scratch);
   void (*exp2)(const float* from, float* to, int64_t count);

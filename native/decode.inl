@@ -1,0 +1,227 @@
+// Few queries over many sources, as in decoding: reading K and V is all the work there is. Features
+// lie in the lanes, the sources are split into chunks with partial results of their own, and these
+// are merged in order. Query heads that share a source head read it together.
+// Included after attention.inl.
+
+namespace clearhead {
+namespace CLEARHEAD_ISA {
+namespace {
+
+constexpr int64_t kFewQueries = 4, kManySources = 128;
+
+bool is_few(const Forward& call) { return call.query_total <= kFewQueries && call.source >= kManySources; }
+
+// Chunks of sources a source head: enough items for many threads, whatever their number is.
+int64_t few_chunks(const Forward& call) {
+  const int64_t wanted = 64 / (call.batch * call.source_head) + 1;
+  return max(1, min(wanted, call.source / 256));
+}
+
+int64_t few_rows(const Forward& call) { return call.head / call.source_head * call.query; }
+
+// floats of partial results a row: running maximum, sum, and the context so far
+int64_t few_stride(const Forward& call) { return (call.value_dim + N - 1) / N * N + N; }
+
+int64_t few_partial(const Forward& call) {
+  return call.batch * call.source_head * few_chunks(call) * few_rows(call) * few_stride(call);
+}
+
+struct Few {
+  const Forward& call;
+  int64_t batch, source_head, key_width, value_width, rows, group;
+  float *queries, *keys, *values, *weights;
+  int64_t *start, *stop;
+  uint8_t* blocked;
+
+  Few(const Forward& call, Arena& arena) : call(call) {
+    rows = few_rows(call), group = call.head / call.source_head;
+    key_width = (call.head_dim + N - 1) / N * N, value_width = (call.value_dim + N - 1) / N * N;
+    queries = arena.take<float>(rows * key_width);
+    keys = arena.take<float>(kTile * key_width), values = arena.take<float>(kTile * value_width);
+    weights = arena.take<float>(kTile);
+    start = arena.take<int64_t>(rows), stop = arena.take<int64_t>(rows);
+    blocked = arena.take<uint8_t>(kTile);
+  }
+
+  // Rows as whole vectors of fp32: where they lie if that fits, or a padded copy.
+  Rows whole_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded, float* copy) {
+    if (call.type == Type::f32 && width == padded)
+      return {(const float*)at(view, call.type, batch, head, first), view.position};
+    for (int64_t r = 0; r < count; ++r) {
+      const char* from = at(view, call.type, batch, head, first + r);
+      float* to = copy + r * padded;
+      if (call.type == Type::f32) std::memcpy(to, from, sizeof(float) * width);
+      else to_float((const uint16_t*)from, width, call.type, to);
+      for (int64_t i = width; i < padded; ++i) to[i] = 0;
+    }
+    return {copy, padded};
+  }
+
+  void load_queries() {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t head = source_head * group + r / call.query, query = r % call.query;
+      const Rows row = whole_rows(call.q, head, query, 1, call.head_dim, key_width, queries + r * key_width);
+      if (row.data != queries + r * key_width) std::memcpy(queries + r * key_width, row.data, sizeof(float) * key_width);
+      const Ranges range = ranges_of(call.mask, batch, head, query, 1, 1, call.source);
+      start[r] = range.first, stop[r] = range.last;
+    }
+  }
+
+  void run(int64_t first, int64_t last, float* partial) {
+    load_queries();
+    int64_t from = last, to = first;
+    for (int64_t r = 0; r < rows; ++r) {
+      float* part = partial + r * few_stride(call);
+      part[0] = -FLT_MAX;
+      std::memset(part + 1, 0, sizeof(float) * (few_stride(call) - 1));
+      if (start[r] < stop[r]) from = min(from, start[r]), to = max(to, stop[r]);
+    }
+    from = max(from, first), to = min(to, last);
+    for (; from < to; from += kTile) {
+      const int64_t n = min(kTile, to - from);
+      const Rows k = whole_rows(call.k, source_head, from, n, call.head_dim, key_width, keys);
+      const Rows v = whole_rows(call.v, source_head, from, n, call.value_dim, value_width, values);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t low = max(start[r], from) - from, high = min(stop[r], from + n) - from;
+        if (low < high) row(r, k, v, from, low, high, partial + r * few_stride(call));
+      }
+    }
+  }
+
+  void row(int64_t r, const Rows& k, const Rows& v, int64_t from, int64_t low, int64_t high, float* part) {
+    score(queries + r * key_width, k, low, high);
+    const bool masked = edit_row(r, from, low, high);
+    f most = Vec::set1(-INFINITY);
+    for (int64_t s = 0; s < kTile; s += N) most = Vec::max(Vec::load(weights + s), most);
+    float top[N];
+    Vec::store(top, most);
+    float now = part[0];
+    for (int i = 0; i < N; ++i) now = top[i] > now ? top[i] : now;
+    f sum = Vec::zero();
+    for (int64_t s = 0; s < kTile; s += N) {
+      const f weight = exp_of(Vec::sub(Vec::load(weights + s), Vec::set1(now)));
+      sum = Vec::add(sum, weight);
+      Vec::store(weights + s, weight);
+    }
+    const f shrink = exp_of(Vec::set1(part[0] - now));
+    Vec::store(top, shrink);
+    part[0] = now, part[1] = part[1] * top[0] + Vec::sum(sum);
+    int64_t i = 0;
+    for (; i + 4 * N <= value_width; i += 4 * N) add_values<4>(v, low, high, masked, shrink, i, part + N + i);
+    for (; i < value_width; i += N) add_values<1>(v, low, high, masked, shrink, i, part + N + i);
+  }
+
+  // weights[s] = q . k[s] for low <= s < high, -inf elsewhere
+  void score(const float* q, const Rows& k, int64_t low, int64_t high) {
+    alignas(64) float partial[N * N];
+    for (int64_t s = 0; s < kTile; s += N) {
+      if (s + N <= low || s >= high) {
+        Vec::store(weights + s, Vec::set1(-INFINITY));
+        continue;
+      }
+      for (int64_t j = 0; j < N; ++j) {
+        const float* row = k.data + min(s + j, high - 1) * k.stride;
+        f sum = Vec::zero();
+        for (int64_t i = 0; i < key_width; i += N) sum = Vec::fma(Vec::load(row + i), Vec::load(q + i), sum);
+        Vec::store(partial + j * N, sum);
+      }
+      Vec::store(weights + s, Vec::mul(Vec::sum_each(partial), Vec::set1(call.scale)));
+      for (int64_t j = s; j < s + N; ++j)
+        if (j < low || j >= high) weights[j] = -INFINITY;
+    }
+  }
+
+  // softcap, bias and single blocked edges; true if there are any of these
+  bool edit_row(int64_t r, int64_t from, int64_t low, int64_t high) {
+    const int64_t head = source_head * group + r / call.query, query = r % call.query;
+    if (call.softcap != 0)
+      for (int64_t s = 0; s < kTile; s += N) {
+        const f cap = Vec::set1(call.softcap);
+        const f bent = Vec::mul(cap, tanh_of(Vec::mul(Vec::load(weights + s), Vec::set1(1 / call.softcap))));
+        Vec::store(weights + s, bent);
+      }
+    for (int64_t s = 0; call.softcap != 0 && s < kTile; ++s)
+      if (s < low || s >= high) weights[s] = -INFINITY;
+    if (!call.bias.data && !call.mask.bytes) return false;
+    const Bias& b = call.bias;
+    const float* bias = b.data ? b.data + batch * b.batch + head * b.head + query * b.query + from * b.source : nullptr;
+    const Edges& m = call.mask;
+    const uint8_t* bytes = m.bytes ? m.bytes + batch * m.batch + head * m.head + query * m.query + from * m.source : nullptr;
+    bool any = false;
+    for (int64_t s = low; s < high; ++s) {
+      blocked[s] = (bytes && !bytes[s * m.source]) || (bias && bias[s * b.source] == -INFINITY);
+      if (blocked[s]) weights[s] = -INFINITY;
+      else if (bias) weights[s] += bias[s * b.source];
+      any |= blocked[s];
+    }
+    return any;
+  }
+
+  template <int V>
+  void add_values(const Rows& v, int64_t low, int64_t high, bool masked, f shrink, int64_t at, float* out) {
+    f sum[V];
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::mul(Vec::load(out + j * N), shrink);
+    for (int64_t s = low; s < high; ++s) {
+      if (masked && blocked[s]) continue;
+      const f weight = Vec::set1(weights[s]);
+      const float* row = v.data + s * v.stride + at;
+      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::fma(weight, Vec::load(row + j * N), sum[j]);
+    }
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(out + j * N, sum[j]);
+  }
+
+  // One row from its partial results, in the order of the chunks.
+  void merge(int64_t r, const float* partial, int64_t chunks) {
+    const int64_t head = source_head * group + r / call.query, query = r % call.query, stride = few_stride(call);
+    float most = call.sinks && call.sinks[head] > -FLT_MAX ? call.sinks[head] : -FLT_MAX;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const float part = partial[(c * rows + r) * stride];
+      most = part > most ? part : most;
+    }
+    float total = call.sinks ? std::exp(call.sinks[head] - most) : 0;
+    for (int64_t i = 0; i < call.value_dim; ++i) values[i] = 0;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const float* part = partial + (c * rows + r) * stride;
+      const float share = part[1] == 0 ? 0 : std::exp(part[0] - most);
+      if (part[1] == 0) continue;
+      total += share * part[1];
+      for (int64_t i = 0; i < call.value_dim; ++i) values[i] += share * part[N + i];
+    }
+    char* to = (char*)at(call.out, call.type, batch, head, query);
+    for (int64_t i = 0; i < call.value_dim; ++i) {
+      const float value = total == 0 ? 0 : values[i] / total;
+      if (call.type == Type::f32) ((float*)to)[i] = value;
+      else ((uint16_t*)to)[i] = to_half(value, call.type);
+    }
+    const int64_t place = (batch * call.head + head) * call.query_total + call.first_query + query;
+    if (call.lse) call.lse[place] = total == 0 ? -INFINITY : most + std::log(total);
+  }
+};
+
+// Work item: one chunk of the sources of one source head.
+void few_item(const Forward& call, int64_t item, float* partial, char* scratch) {
+  Arena arena{scratch};
+  Few few(call, arena);
+  const int64_t chunks = few_chunks(call), chunk = item % chunks, row = item / chunks;
+  few.batch = row / call.source_head, few.source_head = row % call.source_head;
+  const int64_t size = ((call.source + chunks - 1) / chunks + kTile - 1) / kTile * kTile;
+  few.run(min(chunk * size, call.source), min((chunk + 1) * size, call.source), partial + item * few.rows * few_stride(call));
+}
+
+void few_merge(const Forward& call, int64_t item, const float* partial, char* scratch) {
+  Arena arena{scratch};
+  Few few(call, arena);
+  const int64_t chunks = few_chunks(call);
+  few.batch = item / call.source_head, few.source_head = item % call.source_head;
+  for (int64_t r = 0; r < few.rows; ++r) few.merge(r, partial + item * chunks * few.rows * few_stride(call), chunks);
+}
+
+size_t few_scratch(const Forward& call) {
+  Arena arena{nullptr};
+  Few few(call, arena);
+  return arena.used + 64;
+}
+
+}  // namespace
+}  // namespace CLEARHEAD_ISA
+}  // namespace clearhead
