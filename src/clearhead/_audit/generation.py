@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead._audit.pairing import Row, compare, difference, exact
 from clearhead._audit.place import Step, name_of, trace
@@ -141,7 +141,11 @@ class _Way:
             if value.shape[axis] != read.positions or name == "labels":
                 return value
             # A padding mask speaks of all sources so far, the rest of the new positions.
-            return value.narrow(axis, 0, stop) if "mask" in name else value.narrow(axis, start, stop - start)
+            return (
+                value.narrow(axis, 0, stop)
+                if "mask" in name
+                else value.narrow(axis, start, stop - start)
+            )
 
         args = tuple(cut("", value) for value in read.args)
         kwargs = {name: cut(name, value) for name, value in read.kwargs.items()}

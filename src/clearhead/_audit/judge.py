@@ -21,7 +21,7 @@ __all__ = ["Suspect", "judge", "probe", "suspicious"]
 # So many outputs are narrowed down to their source; the report counts the others.
 MOST_NARROWED = 8
 # Multiplications from which proving part by part is tried, and runs to look for a leak it points at.
-LONG, SOME_RUNS = 2e11, 16
+LONG, SOME_RUNS = 2e10, 16
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,8 @@ def _polarity(runner: Runner, leak: Suspect, forbidden: Tensor) -> str:
     row = forbidden[leak.sample if len(forbidden) > 1 else 0, leak.query]
     others = ~row
     others[leak.query] = False
-    if not others.any():
+    # A position that may only look ahead proves nothing: the model may be causal as well.
+    if not others[: leak.query].any():
         return ""
     change = _only(leak.change, leak.sample, others.nonzero().flatten())
     if _strongest(runner, [change], leak)[1] > 0:

@@ -56,13 +56,17 @@ def audit_modes(
                 report.trouble.append(f"{kind}: {type(error).__name__}: {error}")
                 continue
             if runner.draws and kind == "train":
-                report.notes.append("train: still random with every dropout rate at 0; not compared")
+                report.notes.append(
+                    "train: still random with every dropout rate at 0; not compared"
+                )
                 continue
             runners[kind] = runner
             gap = torch.stack(gaps).amax(0)
             for number, size in enumerate(gap.tolist()):
                 sample, place = divmod(number, read.positions)
-                rows.append(Row(place, place, size, kind, sample, _HINTS.get(kind, f"{kind} differs")))
+                rows.append(
+                    Row(place, place, size, kind, sample, _HINTS.get(kind, f"{kind} differs"))
+                )
             report.forwards += 1
 
         def place_of(row: Row) -> tuple[list[Step], list[Step]]:

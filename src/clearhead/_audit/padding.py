@@ -53,7 +53,9 @@ def audit_padding(
     real = _real(inputs.get(mask), read)
     report = Report(name_of(model), "padding changes nothing that is real")
     with untouched(model) as restore:
-        pad_token = _pad_token(model, pad, read)
+        masked = {**read.kwargs, mask: real.long()}
+        whole = Inputs((), masked, read.leaves, read.positions, read.batch)
+        pad_token = _pad_token(model, pad, whole)
         for side in sides:
             padded = _Padded(read, real, mask, side, amount, pad_token)
             _check_content(model, padded, report, restore, vocab, float64)
@@ -99,7 +101,10 @@ class _Padded:
         self.size = max(map(len, self.rows)) + amount
         leaf = read.leaves[0]
         self.batch = self._inputs(
-            {name: self._pad(value, leaf, pad if name == leaf.key else 0) for name, value in self._along()}
+            {
+                name: self._pad(value, leaf, pad if name == leaf.key else 0)
+                for name, value in self._along()
+            }
             | {mask: self._mask().long()}
         )
         self.alone = [
@@ -170,9 +175,7 @@ def _renamed(finding: Any, side: str) -> Any:
     return type(finding)(**values)
 
 
-def _check_alone(
-    model: Any, padded: _Padded, report: Report, restore: Any, float64: bool
-) -> None:
+def _check_alone(model: Any, padded: _Padded, report: Report, restore: Any, float64: bool) -> None:
     """Compare each sample in the padded batch with the same sample alone, without padding."""
     model, dtype = exact(model, padded.batch, float64)
     restore = Snapshot(model).restore if dtype else restore

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead._audit.place import Step, first_difference, name_of
 from clearhead._audit.report import Finding, Report
@@ -69,4 +69,6 @@ def compare(
             )  # fmt: skip
     small = [row.size for row in rows if 0 < row.size <= floor]
     if small:
-        report.notes.append(f"differences of up to {max(small):.1g} are rounding (floor {floor:.1g})")
+        report.notes.append(
+            f"differences of up to {max(small):.1g} are rounding (floor {floor:.1g})"
+        )

@@ -17,6 +17,7 @@ positions is `F.scaled_dot_product_attention` needs far fewer, because its parts
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,13 @@ from torch.overrides import TorchFunctionMode
 
 from clearhead._audit.runner import Change, Runner
 from clearhead._audit.subject import Inputs, Output
+from clearhead.attention import attend
+from clearhead.masks import Mask
 
 __all__ = ["CannotPart", "reach"]
 
 ROWS_APART = (F.linear, torch.addmm)
+ATTENTION = (F.scaled_dot_product_attention, attend)
 
 
 class CannotPart(Exception):
@@ -96,8 +100,8 @@ class _Keep(TorchFunctionMode):
         if (sorted_out := _sort(func, args, kwargs, self.inputs)) is not None:
             given, fixed = sorted_out
             edges = None
-            if func is F.scaled_dot_product_attention:
-                edges = _edges(*args, **kwargs)
+            if func in ATTENTION:
+                edges = _edges(func, *args, **kwargs)
             kept = tuple(tensor.detach().clone() for tensor in given)
             self.calls.append(Call(func, kept, fixed, gave.detach().clone(), edges))
         return gave
@@ -149,25 +153,33 @@ def _sort(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Inputs
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]] | None:
     """Sort a call's arguments into those with positions and those that must stay as they are."""
-    if func is F.scaled_dot_product_attention:
-        q, k, v, mask, dropout, is_causal, scale, grouped = _attention(*args, **kwargs)
-        if any(_where(tensor, inputs, None) is None for tensor in (q, k, v)) or dropout:
+    if func in ATTENTION:
+        names = inspect.signature(_sdpa if func is not attend else attend).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        positions = tuple(given.pop(name) for name in ("query", "key", "value"))
+        if any(_where(tensor, inputs, None) is None for tensor in positions):
             raise CannotPart("an attention call has other positions than the inputs")
-        return (q, k, v), (mask, is_causal, scale, grouped)
+        if given.get("dropout_p") or given.get("dropout") or given.get("read") is not None:
+            raise CannotPart("an attention call drops weights or reads them")
+        return positions, tuple(_plain(given[name], inputs) for name in sorted(given))
     if func not in ROWS_APART:
         return None
     place = 0 if func is F.linear else 1
     if len(args) <= place or not isinstance(args[place], Tensor):
         return None
-    rows = args[place]
-    if _where(rows, inputs, None) is None:
+    if _where(args[place], inputs, None) is None:
         return None
     # The weights are the module's own; their identity says enough.
     others = tuple(id(a) for n, a in enumerate(args) if n != place and isinstance(a, Tensor))
-    return (rows,), others if rows.ndim < 4 else ()
+    return (args[place],), others
 
 
-def _attention(
+def _plain(value: Any, inputs: Inputs) -> Any:
+    size = inputs.positions
+    return value.dense(size, size, batch=inputs.batch) if isinstance(value, Mask) else value
+
+
+def _sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -176,8 +188,8 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Any, ...]:
-    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+) -> None:
+    """Name the arguments of the builtin, which has no signature of its own."""
 
 
 def _where(tensor: Tensor, inputs: Inputs, sources: Tensor | None) -> Tensor | None:
@@ -195,28 +207,27 @@ def _where(tensor: Tensor, inputs: Inputs, sources: Tensor | None) -> Tensor | N
     return None
 
 
-def _edges(*args: Any, **kwargs: Any) -> Tensor:
+def _edges(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor:
     """Find which sources each query weighs at all: (batch, query, source), over all heads."""
-    q, k, v, mask, _, is_causal, scale, grouped = _attention(*args, **kwargs)
-    size, step = k.shape[-2], max(v.shape[-1], 64)
+    size, step = key.shape[-2], max(value.shape[-1], 64)
     found = []
     for start in range(0, size, step):
-        stop = min(start + step, size)
-        marks = torch.eye(size, dtype=v.dtype, device=v.device)[:, start:stop]
-        marks = marks.expand(*v.shape[:-1], stop - start)
-        edges = torch.zeros((), dtype=torch.bool, device=v.device)
-        for query in (q, torch.zeros_like(q)):
-            weights = F.scaled_dot_product_attention(
-                query, k, marks, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
-            )
-            edges = edges | (weights != 0).any(1)
+        marks = torch.eye(size, dtype=value.dtype, device=value.device)[:, start : start + step]
+        marks = marks.expand(*value.shape[:-1], marks.shape[-1])
+        edges = torch.zeros((), dtype=torch.bool, device=value.device)
+        for asked in (query, torch.zeros_like(query)):
+            weights = func(asked, key, marks, *rest, **options)
+            edges = edges | ((weights != 0).any(1) if weights.ndim > 3 else weights != 0)
         found.append(edges)
     return torch.cat(found, -1).cpu()
 
 
 def _expect(got: Tensor, wanted: Tensor) -> None:
     same = got.shape == wanted.shape and (
-        torch.equal(got, wanted) or bool(((got == wanted) | ((got != got) & (wanted != wanted))).all())
+        torch.equal(got, wanted)
+        or bool(((got == wanted) | ((got != got) & (wanted != wanted))).all())
     )
     if not same:
         raise CannotPart("positions meet outside of scaled_dot_product_attention")
@@ -225,5 +236,11 @@ def _expect(got: Tensor, wanted: Tensor) -> None:
 def _expect_equal(one: tuple[Any, ...], two: tuple[Any, ...]) -> None:
     for left, right in zip(one, two, strict=True):
         both = isinstance(left, Tensor) and isinstance(right, Tensor)
-        if not (torch.equal(left, right) if both else left == right if type(left) is type(right) else False):
+        if not (
+            torch.equal(left, right)
+            if both
+            else left == right
+            if type(left) is type(right)
+            else False
+        ):
             raise CannotPart("an attention mask depends on the content")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead._audit.runner import Change, Runner
+from clearhead._audit.state import modules_in
 from clearhead._audit.subject import Inputs, rows_of, tensors_in
 
 __all__ = ["Step", "first_difference", "first_moved", "name_of", "trace"]
@@ -35,7 +36,7 @@ def name_of(model: object) -> str:
 
 def first_moved(runner: Runner, change: Change, sample: int, query: int) -> str:
     """Name the first module, in execution order, through which the change reached the query."""
-    roots = list(_modules_in(runner.model))
+    roots = list(modules_in(runner.model))
     whole = f"{name_of(runner.model)} (its own forward)" if roots else name_of(runner.model)
     if not roots:
         return whole
@@ -50,7 +51,11 @@ def first_difference(before: list[Step], after: list[Step]) -> str:
     pairs = [(step, again.get((step.name, step.turn))) for step in before]
     for slack in (1e-12, 0.0) if _double(before) else (1e-6, 0.0):
         for old, new in pairs:
-            if new and _moved(old.gave, new.gave, slack) and not _moved(old.given, new.given, slack):
+            if (
+                new
+                and _moved(old.gave, new.gave, slack)
+                and not _moved(old.given, new.given, slack)
+            ):
                 return old.name
     return ""
 
@@ -84,7 +89,7 @@ def trace(runner: Runner, inputs: Inputs, sample: int, query: int) -> list[Step]
 
     with ExitStack() as stack:
         seen: set[int] = set()
-        for prefix, root in _modules_in(runner.model):
+        for prefix, root in modules_in(runner.model):
             for name, module in root.named_modules(prefix=prefix):
                 if id(module) not in seen:
                     seen.add(id(module))
@@ -111,18 +116,3 @@ def _moved(old: list[Tensor], new: list[Tensor], slack: float) -> bool:
 
 def _double(steps: list[Step]) -> bool:
     return any(t.dtype == torch.float64 for step in steps for t in step.gave)
-
-
-def _modules_in(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The module itself, or those that a function, method or partial closes over."""
-    if isinstance(model, nn.Module):
-        yield "", model
-        return
-    held = [getattr(model, "__self__", None), getattr(model, "func", None)]
-    held += [cell.cell_contents for cell in getattr(model, "__closure__", None) or ()]
-    code = getattr(model, "__code__", None)
-    names = code.co_names if code else ()
-    held += [getattr(model, "__globals__", {}).get(name) for name in names]
-    for value in held:
-        if isinstance(value, nn.Module):
-            yield "", value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clearhead._audit.changes import Content, splice
-from clearhead._audit.state import Snapshot, random_state, restore_random
+from clearhead._audit.state import Snapshot, random_state, restore_random, untouched
 from clearhead._audit.subject import Inputs, Output, call, outputs_of
 
 __all__ = ["Change", "Runner", "float64_copy", "in_float64", "movement"]
@@ -36,10 +37,11 @@ class Runner:
         model: Callable[..., Any],
         inputs: Inputs,
         contents: Sequence[Content],
-        restore: Callable[[], list[str]] = list,
+        restore: Callable[[], list[str]] | None = None,
     ):
         self.model, self.inputs, self.contents = model, inputs, list(contents)
-        self._restore, self._random = restore, random_state()
+        self._restore = restore or Snapshot(model).restore
+        self._random = random_state()
         self._bases: dict[int, list[Output]] = {}
         self.forwards = 0.0
         self.failures: list[str] = []
@@ -47,7 +49,7 @@ class Runner:
         # What the runs showed about the model: inputs edited, random numbers drawn, state changed.
         self.edits: set[str] = set()
         self.draws, self.state = False, list[str]()
-        self.single = False
+        self.single = self.noisy = False
 
     def outputs(
         self, inputs: Inputs | None = None, *, seed: int | None = None, restore: bool = True
@@ -82,8 +84,14 @@ class Runner:
 
     def move(self, changes: Sequence[Change]) -> Iterator[Tensor | None]:
         """For each change, how far each output (batch, position) moved; None where it failed."""
-        for start in range(0, len(changes), self.copies):
-            yield from self._move_together(changes[start : start + self.copies])
+        # Chunks of one size, so that one run of the unchanged inputs serves them all.
+        chunks = -(-len(changes) // self.copies)
+        size = -(-len(changes) // max(chunks, 1))
+        for start in range(0, len(changes), size or 1):
+            chunk = list(changes[start : start + size])
+            short = size - len(chunk)
+            moves = self._move_together(chunk + chunk[-1:] * short)
+            yield from islice(moves, len(chunk))
 
     def changed(self, change: Change) -> Inputs:
         """The inputs after a change."""
@@ -98,13 +106,8 @@ class Runner:
             return False
         everything = torch.ones(self.inputs.batch, self.inputs.positions, dtype=torch.bool)
         nothing = Change(torch.zeros_like(everything), 0)
-        changes = [
-            nothing,
-            *[Change(everything, n % len(self.contents)) for n in range(copies - 2)],
-        ]
-        self.copies = copies
         try:
-            moved = self._together([*changes, nothing])
+            moved = self._together([nothing, Change(everything, 0), nothing])
             apart = bool((moved[0] == 0).all() and (moved[-1] == 0).all())
         except Exception:  # the model may take one batch size only; runs of one copy decide then
             apart = False
@@ -166,7 +169,7 @@ def in_float64(runner: Runner) -> Runner | None:
         {k: v.double() if v.is_floating_point() else v for k, v in content.items()}
         for content in runner.contents
     ]
-    twin = Runner(double, runner.inputs.to(torch.float64), contents, Snapshot(double).restore)
+    twin = Runner(double, runner.inputs.to(torch.float64), contents)
     twin.single = runner.single
     return twin
 
@@ -179,11 +182,15 @@ def float64_copy(model: Any, inputs: Inputs) -> nn.Module | None:
         double: Any = copy.deepcopy(model).double()
         if hasattr(double, "set_experts_implementation"):
             double.set_experts_implementation("eager")  # the grouped one has no float64
-        inputs = inputs.to(torch.float64)
-        outputs = outputs_of(call(double, inputs), inputs)
+        with untouched(model), untouched(double):
+            native = outputs_of(call(model, inputs), inputs)
+            outputs = outputs_of(call(double, inputs.to(torch.float64)), inputs)
     except Exception:  # any failure of a copy in another dtype says only that there is none
         return None
-    return double if any(out.rows.dtype == torch.float64 for out in outputs) else None
+    pairs = list(zip(native, outputs, strict=True))
+    # Some models overflow in float64 only: a mask of finfo.min that is added to something.
+    sane = all(torch.equal(one.rows.isfinite(), two.rows.isfinite()) for one, two in pairs)
+    return double if sane and any(o.rows.dtype == torch.float64 for o in outputs) else None
 
 
 def movement(before: Sequence[Output], after: Sequence[Output]) -> Tensor:

@@ -55,6 +55,7 @@ def audit_batch(
         suspects = probe(runner, forbidden, report)
         judge(runner, suspects, forbidden, report, float64=float64)
     report.trouble += sorted({f"fails on changed inputs: {text}" for text in runner.failures})
+    report.covered *= not runner.noisy
     report.forwards = runner.forwards
     return report
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Snapshot", "random_state", "restore_random", "untouched"]
+__all__ = ["Snapshot", "modules_in", "random_state", "restore_random", "untouched"]
 
 # Copies of parameters are kept up to this many bytes; above it a forward that edits them is told.
 MOST_COPIED = 1 << 28
@@ -40,7 +40,7 @@ class Snapshot:
     """All that a forward could change about a model, to be compared and put back."""
 
     def __init__(self, model: object):
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        modules = list({id(m): m for _, root in modules_in(model) for m in root.modules()}.values())
         self._attributes = [(module.__dict__, _shallow(module.__dict__)) for module in modules]
         self._tensors = list(_tensors_of(modules))
 
@@ -136,3 +136,18 @@ def _differ(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     # Parameters are too many to compare on every run; edits behind autograd's back are only
     # looked for in what is small.
     return tensor.numel() <= 4096 and not torch.equal(tensor.detach(), copy)
+
+
+def modules_in(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The module itself, or those that a function, method or partial closes over."""
+    if isinstance(model, nn.Module):
+        yield "", model
+        return
+    held = [getattr(model, "__self__", None), getattr(model, "func", None)]
+    held += [cell.cell_contents for cell in getattr(model, "__closure__", None) or ()]
+    code = getattr(model, "__code__", None)
+    names = code.co_names if code else ()
+    held += [getattr(model, "__globals__", {}).get(name) for name in names]
+    for value in held:
+        if isinstance(value, nn.Module):
+            yield "", value

@@ -26,19 +26,27 @@ def look_for_trouble(runner: Runner, report: Report) -> None:
             "Call model.eval() to audit what is used later"
         )
         runner.single = True
-    if runner.state and movement(base, runner.outputs(restore=False)).any() | (
-        movement(base, runner.outputs()).any()
-    ):
+    if runner.state and (told := _second_call(runner)):
         report.trouble.append(
-            f"keeps state between calls ({', '.join(runner.state[:4])}); "
+            f"keeps state between calls ({', '.join(runner.state[:4])}): {told}; "
             "it was put back before every run"
         )
         runner.single = True
     if movement(base, runner.outputs()).any():
         report.trouble.append(
-            "not deterministic: the same inputs give different outputs; "
-            "only what moves further than that is reported"
+            "not deterministic: the same inputs give different outputs, so only what moves further "
+            "than that counts, and nothing else is proven"
         )
+        runner.noisy = True
+
+
+def _second_call(runner: Runner) -> str:
+    """Call twice without putting the state back, and say what comes of it."""
+    try:
+        first, second = runner.outputs(restore=False), runner.outputs()
+    except Exception as error:
+        return f"a second call fails with {type(error).__name__}: {error}"
+    return "a second call gives another output" if movement(first, second).any() else ""
 
 
 def _dropouts(model: object) -> list[str]:
