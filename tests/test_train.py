@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -306,6 +307,8 @@ def test_the_command_goes_on_to_the_same_model(file, capsys):
         (["tale.txt", "--model", "rnn", "--heads", "2"], "an rnn has no heads"),
         (["tale.txt", "--lr", "nan"], "learning_rate: needs"),
         (["tale.txt", "--length", "9000"], "is too short: a length of 9000 needs 18002"),
+        (["tale.txt", "--width", "1" + "0" * 30, "--heads", "1"], "width: needs"),
+        (["/dev/zero"], "needs to be a text file; got the device /dev/zero"),
         (["tale.txt", "--resume", "none"], "there is no training.safetensors in none"),
         (["tale.txt", "--resume", "none", "--lr", "1", "--heads", "2"], "takes --heads, --lr from"),
         (["tale.txt", "--out", "tale.txt"], "--out: needs to be a directory"),
@@ -320,6 +323,17 @@ def test_the_command_refuses_before_it_works(file, capsys, arguments, words):
     assert words in err
     assert "step" not in err.replace("steps: needs", "")
     assert sorted(os.listdir()) == before
+
+
+def test_a_training_that_does_not_fit_into_memory_says_what_to_make_smaller(file, capsys):
+    # The places of 2 ** 30 windows are 8 GiB of numbers, as much as the whole process may have.
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, limits[1]))
+    try:
+        assert main(["train", file, "--steps", "1", *TINY, "--batch", str(2**30)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "does not fit into memory: take a smaller --batch" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_keeps_the_last_checkpoint(file, capsys, monkeypatch):

@@ -42,6 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, save at every validation and at the end, show a sample."""
+    try:
+        return _train(arguments)
+    except RuntimeError as error:
+        # torch has no error of its own for this on the CPU.
+        if "can't allocate memory" not in str(error):
+            raise
+        advice = "take a smaller --batch, --length, --width or fewer --layers"
+        raise MemoryError(f"the training does not fit into memory: {advice}") from None
+
+
+def _train(arguments: argparse.Namespace) -> int:
     from clearhead.models import read_text
 
     text = read_text(arguments.file)

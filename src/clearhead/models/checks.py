@@ -16,7 +16,7 @@ def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> i
         raise type_error("vocabulary", "needs to be Characters or a number", got=vocabulary)
     size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
     for name, number in {"vocabulary": size, **sizes}.items():
-        if not isinstance(number, int) or number < 1:
+        if not isinstance(number, int) or not 1 <= number < 2**31:
             raise value_error(name, "needs to be a whole number of 1 or more", got=number)
     if not 0 <= dropout < 1:
         raise value_error("dropout", "needs to be at least 0 and below 1", got=dropout)

@@ -91,6 +91,8 @@ def read_text(path: str | Path) -> str:
         raise value_error("file", "needs to be a text file", got=f"the directory {path}")
     if not path.exists():
         raise value_error("file", "does not exist", got=path)
+    if path.is_char_device() or path.is_block_device():
+        raise value_error("file", "needs to be a text file", got=f"the device {path}")
     data = path.read_bytes()
     if not data.strip():
         raise value_error("file", "has no text in it", got=f"{path}, {len(data)} bytes")

@@ -46,7 +46,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
             number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
+            if not isinstance(number, int) or not 1 <= number < 2**31:
                 raise value_error(name, "needs to be a whole number of 1 or more", got=number)
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
