@@ -34,6 +34,7 @@ __all__ = [
     "MultiheadAttention",
     "convert",
     "watch",
+    "estimate",
     "heads",
     "models",
 ]  # fmt: skip
@@ -42,6 +43,7 @@ _HOMES = {
     "MultiheadAttention": "multihead",
     "convert": "multihead",
     "watch": "watching",
+    "estimate": "watching",
     "heads": "heads",
     "models": "models",
 }

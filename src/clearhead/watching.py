@@ -273,6 +273,8 @@ class _Watcher(Handler):
         self.known[call.layer] = call.module
         self.head_counts[call.layer] = call.sizes[1]
         self.count += 1
+        if self._run is None:
+            self._times(call)
         if not self._wanted(call):
             return
         with torch.no_grad(), _full_precision(context):
@@ -284,6 +286,9 @@ class _Watcher(Handler):
                 self._drop_held()
             else:
                 self._keep(call, check)
+
+    def _times(self, call: Call) -> None:
+        self.call_counts[call.layer] = max(self.call_counts.get(call.layer, 0), call.call + 1)
 
     def _wanted(self, call: Call) -> bool:
         """Whether a record may be made of this call."""
@@ -340,6 +345,7 @@ class _Watcher(Handler):
         for track in run.tracks.values():
             call = join(track, self._masks)
             number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
+            self._times(call.but(call=number))
             if wanted is None or call.layer in wanted:
                 self._keep(call.but(call=number), track.check, run.prompt(track))
 
@@ -356,10 +362,7 @@ class _Watcher(Handler):
             self.seen.notes.append(text)
 
     def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
-        times = self.call_counts[call.layer] = max(
-            self.call_counts.get(call.layer, 0), call.call + 1
-        )
-        if self.calls is not None and times - 1 not in self.calls:
+        if self.calls is not None and call.call not in self.calls:
             return
         total = call.sizes[1]
         chosen = tuple(range(total)) if self.heads is None else self.heads

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead import masks
+from clearhead import _impl, masks
 from clearhead._impl.problem import Sizes
 from clearhead._watch.call import Call
 from clearhead.masks import Mask
@@ -23,15 +23,16 @@ _STRIP = 1 << 20
 
 def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
     """Give one value for each reading; with `queries`, of those rows of the weight map only."""
-    if queries is None and call.scores is None and call.query is not None:
-        from clearhead._impl import tiled
-
-        if not tiled.unsupported_reasons(call.problem, tuple(wanted)):
-            return tiled.readings_only(call.problem, tuple(wanted))
-    total = call.sizes[2]
-    rows = list(range(total)) if queries is None else sorted({row % total for row in queries})
     for reading in wanted:
         reading.check(_sizes(call))
+    if queries is None and call.scores is None and call.query is not None:
+        problem, asked = call.problem, tuple(wanted)
+        chosen = _impl.choose(problem, asked, None)
+        # the tiled one can leave the context out; the native one is faster with it
+        alone = getattr(chosen, "readings_only", lambda *given: chosen.attend(*given)[1])
+        return alone(problem, asked)
+    total = call.sizes[2]
+    rows = list(range(total)) if queries is None else sorted({row % total for row in queries})
     parts: list[Any] = [None] * len(wanted)
     for piece in _strips(call, rows):
         for at, reading in enumerate(wanted):

@@ -43,6 +43,7 @@ _FACTORS = {
 }
 _PROJECTIONS = {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm}
 _SWAPS = {torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute}
+_SWAPS |= {torch.Tensor.mT.__get__, torch.Tensor.T.__get__, torch.Tensor.swapaxes}
 _SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten}
 
 
