@@ -1,0 +1,190 @@
+"""`clearhead audit SPEC`: does anything flow through a model that must not?"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clearhead.errors import value_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from clearhead.auditing import Report
+
+HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `clearhead audit`."""
+    parser.add_argument(
+        "spec",
+        metavar="SPEC",
+        nargs="?",
+        help="a model directory, a Hugging Face id, a GGUF file, or package.module:factory, where "
+        "the factory gives a model or (model, inputs) (default: the GPT that is shipped)",
+    )
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--allowed",
+        metavar="EXPR",
+        help='who may see whom, as a mask: "causal & window(4)" (default: causal)',
+    )
+    asked.add_argument("--padding", action="store_true", help="does padding change what is real?")
+    asked.add_argument("--batch", action="store_true", help="do samples of a batch see each other?")
+    asked.add_argument(
+        "--documents", metavar="IDS", help="packed documents, a number a position: 0,0,0,1,1"
+    )
+    asked.add_argument("--generation", action="store_true", help="cached decoding against one pass")
+    asked.add_argument("--modes", action="store_true", help="train, eval and backends compared")
+    parser.add_argument("--depth", type=int, default=1, help="compose the mask over N layers (1)")
+    parser.add_argument("--budget", type=int, help="run at most N changed inputs")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--text", help="the text to read (default: random tokens)")
+    source.add_argument("--length", type=int, default=32, help="the number of random tokens (32)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audit, print, and exit with 1 if something leaks."""
+    report = audit_spec(arguments)
+    if arguments.json:
+        print(json.dumps(report.as_dict(), indent=2, default=str))
+    else:
+        render(report)
+    return 0 if report.ok else 1
+
+
+def audit_spec(arguments: argparse.Namespace) -> Report:
+    """Load the model, make the inputs, and ask the question that was named."""
+    from clearhead import masks
+    from clearhead.auditing import audit
+
+    ids = _numbers(arguments.documents) if arguments.documents is not None else None
+    length = len(ids) if ids else arguments.length
+    allowed = masks.parse(arguments.allowed or "causal")
+    model, inputs = _load(arguments.spec, arguments.text, length)
+    if arguments.padding:
+        return audit.padding(model, _named(model, inputs))
+    if arguments.batch:
+        return audit.batch(model, inputs)
+    if arguments.generation:
+        return audit.generation(model, inputs)
+    if arguments.modes:
+        return audit.modes(model, inputs)
+    options = {"depth": arguments.depth, "budget": arguments.budget}
+    if ids is not None:
+        return audit.documents(model, _placed(model, inputs, ids), ids, **options)
+    return audit(model, inputs, allowed, **options)
+
+
+def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
+    if spec and ":" in spec and not Path(spec).exists():
+        return _made(spec, length)
+    from clearhead.cli._loading import load
+
+    reader = load(spec)
+    if text is not None:
+        import torch
+
+        return reader.model, _named(reader.model, torch.tensor([reader.encode(text)]))
+    return reader.model, _named(reader.model, _random_tokens(reader.model, length))
+
+
+def _made(spec: str, length: int) -> tuple[Any, Any]:
+    """Import `package.module:factory`, from the current directory too, and call it."""
+    home, _, name = spec.partition(":")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(import_module(home), name)
+    except (ImportError, AttributeError) as error:
+        raise value_error(
+            "SPEC", "names nothing that can be imported", got=repr(spec), hint=str(error)
+        ) from error
+    finally:
+        sys.path.remove("")
+    from torch import nn
+
+    made = made if isinstance(made, nn.Module) else made()
+    if isinstance(made, tuple):
+        return made
+    return made, _random_tokens(made, length)
+
+
+def _random_tokens(model: Any, length: int) -> Tensor:
+    import torch
+    from torch import nn
+
+    if length < 1:
+        raise value_error("--length", "must be at least 1", got=length)
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not embeddings:
+        raise value_error(
+            "SPEC",
+            "has no embedding, so there are no tokens to make up",
+            hint="let the factory give (model, inputs)",
+        )
+    # The table of tokens is the largest, as a rule; that of positions is shorter.
+    size = max(m.num_embeddings for m in embeddings[:1])
+    return torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def _named(model: Any, inputs: Any) -> Any:
+    """Give the arguments as a dict under the model's own names."""
+    if isinstance(inputs, dict):
+        return inputs
+    names = list(inspect.signature(getattr(model, "forward", model)).parameters)
+    values = inputs if isinstance(inputs, tuple) else (inputs,)
+    return dict(zip(names, values, strict=False))
+
+
+def _placed(model: Any, inputs: Any, ids: list[int]) -> Any:
+    """Say where each document begins, to a model that takes position ids."""
+    inputs = _named(model, inputs)
+    if "position_ids" in inspect.signature(getattr(model, "forward", model)).parameters:
+        import torch
+
+        places, start = [], 0
+        for n, document in enumerate(ids):
+            start = n if n and document != ids[n - 1] else start
+            places.append(n - start)
+        inputs = {**inputs, "position_ids": torch.tensor([places])}
+    return inputs
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers:
+        raise value_error("--documents", "must be numbers with commas, 0,0,1,1", got=repr(text))
+    return numbers
+
+
+def render(report: Report) -> None:
+    """Print the report, its findings as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout)
+    headline, *lines = str(report).splitlines()
+    console.print(Text(headline, style="bold green" if report.ok else "bold red"))
+    if report.findings:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("output", "depends on", "moved by", "rounding", "first in"):
+            table.add_column(name, overflow="fold")
+        for f in report.findings:
+            cells = (f.query, f.source, f"{f.size:.3g}", f"{f.floor:.1g}", f.module)
+            table.add_row(*(Text(str(cell)) for cell in cells))
+        console.print(table)
+        for hint in dict.fromkeys(f.hint for f in report.findings if f.hint):
+            console.print(Text(hint))
+    for line in lines[sum(1 + bool(f.hint) for f in report.findings) :]:
+        console.print(Text(line))

@@ -1,0 +1,87 @@
+"""`clearhead audit`: the exit code, the table, the document, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from clearhead.cli import audit
+from clearhead.models import GPT
+from tests import leaky
+
+
+def sound():
+    return leaky.make("mask off by one", leaky=False)
+
+
+def bad():
+    return leaky.make("mask off by one", leaky=True)
+
+
+def tokens_only():
+    torch.manual_seed(0)
+    return GPT(17, layers=1, width=16, heads=2).eval()
+
+
+def command(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    audit.add_arguments(parser)
+    return audit.run(parser.parse_args(words))
+
+
+HERE = "tests.test_cli_audit"
+
+
+def test_a_sound_model_exits_with_0(capsys):
+    assert command(f"{HERE}:sound") == 0
+    assert capsys.readouterr().out.startswith("ok: Block")
+    assert command(f"{HERE}:tokens_only", "--length", "9") == 0
+
+
+def test_a_leak_exits_with_1_and_a_table(capsys):
+    assert command(f"{HERE}:bad") == 1
+    text = capsys.readouterr().out
+    assert "LEAK in Block" in text
+    assert "mixer" in text
+    assert "off-by-one" in text
+
+
+def test_json_is_one_document(capsys):
+    assert command(f"{HERE}:bad", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    first = report["findings"][0]
+    assert (first["query"], first["source"], first["module"]) == (0, 1, "mixer")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--allowed", "causal & window(2)"], 1),
+        (["--allowed", "everything"], 0),
+        (["--batch"], 0),
+        (["--generation"], 0),
+        (["--modes"], 0),
+        (["--documents", "0,0,0,1,1"], 1),
+        (["--budget", "2"], 0),
+    ],
+)
+def test_the_other_questions(words, code):
+    assert command(f"{HERE}:tokens_only", "--length", "7", *words) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere:thing"], "can be imported"),
+        ([f"{HERE}:tokens_only", "--documents", "a,b"], "numbers with commas"),
+        ([f"{HERE}:tokens_only", "--allowed", "casual"], "casual"),
+        ([f"{HERE}:tokens_only", "--length", "0"], "at least 1"),
+    ],
+)
+def test_misuse_is_a_clear_error(words, message):
+    with pytest.raises(ValueError, match=message):
+        command(*words)
