@@ -163,9 +163,8 @@ def lines(seen: dict[str, Any]) -> list[str]:
 def _total(seen: dict[str, Any]) -> str:
     edges = sum(each["edges"] for each in seen["maps"])
     total = seen["query"] * seen["source"] * len(seen["maps"])
-    share = f", {edges / total:.1%} of {total:,}" if total else ""
-    among = f" in {len(seen['maps'])} maps" if len(seen["maps"]) > 1 else ""
-    return f"{_many(edges, 'edge', 'edges')} may be read{among}{share}"
+    share = f" ({edges / total:.1%})" if total else ""
+    return f"{edges:,} of {total:,} edges{share}"
 
 
 def _many(number: int, one: str, many: str) -> str:

@@ -26,7 +26,7 @@ class Lengths(Mask):
     def __init__(self, source: Tensor, query: Tensor | None):
         self.source, self.query = source, query
         counts = [len(t) for t in (source, query) if t is not None and t.dim()]
-        self.own = Own(batch=max(counts, default=None))
+        self.own = Own(batch=max(counts) if counts else None)
         self._known: list[tuple[int, int | None]] | None = None
 
     def to(self, device: torch.device | str) -> Mask:
@@ -147,7 +147,7 @@ class Same(Mask):
     def __init__(self, name: str, query_ids: Tensor | None, source_ids: Tensor):
         self.name, self.query_ids, self.source_ids = name, query_ids, source_ids
         given = [source_ids] if query_ids is None else [query_ids, source_ids]
-        batch = max((_samples(ids) or 0 for ids in given), default=0) or None
+        batch = max(_samples(ids) or 0 for ids in given) or None
         query = None if query_ids is None else query_ids.shape[-1]
         self.own = Own(batch, None, query, source_ids.shape[-1])
         self._extents: dict[tuple[bool, int, int], tuple[list[int], list[int]]] = {}
@@ -295,7 +295,7 @@ class Dense(Mask):
             edges = edges.index_select(-2, rows)
         if self.own.source is not None:
             edges = edges.index_select(-1, columns)
-        return edges.expand(*edges.shape[:-2], len(rows), len(columns))
+        return edges.expand(*edges.shape[:-2], rows.shape[0], columns.shape[0])
 
     def _text(self, full: bool) -> str:
         return f"dense({show(self.tensor)})"
@@ -345,7 +345,7 @@ class Where(Mask):
     def _tile(
         self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
     ) -> Tensor:
-        shape = (sizes.batch, sizes.head, len(rows), len(columns))
+        shape = (sizes.batch, sizes.head, rows.shape[0], columns.shape[0])
         if not all(shape):
             return torch.zeros(shape, dtype=torch.bool, device=rows.device)
         i, j = rows[:, None].expand(shape[2:]), columns.expand(shape[2:])
@@ -411,6 +411,7 @@ def lengths(
     """The first `source` sources of every sample are real, the rest is padding on the right.
 
     >>> print(lengths([3, 1]).picture(3, sample=1))
+    sample 1
       0 1 2
     0 ■ · ·
     1 ■ · ·

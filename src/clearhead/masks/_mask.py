@@ -83,7 +83,7 @@ class Mask:
             :, None, None
         ]
         edges = self._at(b, h, rows[:, None], columns[None, :], sizes)
-        return edges.expand(*edges.shape[:-2], len(rows), len(columns))
+        return edges.expand(*edges.shape[:-2], rows.shape[0], columns.shape[0])
 
     def check(self, sizes: Sizes) -> None:
         """Raise ValueError where the mask is made for other sizes than these."""
@@ -536,9 +536,6 @@ class Pair(Mask):
         right = f"({right})" if self.right._rank <= self._rank else right
         return f"{left} {self._sign} {right}"
 
-    def _blocks(self, where: tuple[int, ...]) -> tuple[Block, Block]:
-        return self.left._block(*where), self.right._block(*where)
-
 
 class And(Pair):
     """The edges in both."""
@@ -558,9 +555,11 @@ class And(Pair):
             within = edges if within is None else edges & within
         return edges & last._tile(rows, columns, sizes, within)
 
-    def _block(self, *where: int) -> Block:
-        left = self.left._block(*where)
-        return left and Block(min(left, self.right._block(*where)))
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        left = self.left._block(top, bottom, left, right, query, source)
+        return left and Block(min(left, self.right._block(top, bottom, left, right, query, source)))
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
@@ -586,9 +585,15 @@ class Or(Pair):
             within = ~edges if within is None else within & ~edges
         return edges | last._tile(rows, columns, sizes, within)
 
-    def _block(self, *where: int) -> Block:
-        left = self.left._block(*where)
-        return left if left == Block.FULL else Block(max(left, self.right._block(*where)))
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        left = self.left._block(top, bottom, left, right, query, source)
+        return (
+            left
+            if left == Block.FULL
+            else Block(max(left, self.right._block(top, bottom, left, right, query, source)))
+        )
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
@@ -629,8 +634,10 @@ class Not(Mask):
     ) -> Tensor:
         return ~self.inner._tile(rows, columns, sizes, within)
 
-    def _block(self, *where: int) -> Block:
-        return Block(2 - self.inner._block(*where))
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        return Block(2 - self.inner._block(top, bottom, left, right, query, source))
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         found = self.inner._intervals(i, sizes)
@@ -664,8 +671,10 @@ class Minus(Pair):
     ) -> Tensor:
         return self._both._tile(rows, columns, sizes, within)
 
-    def _block(self, *where: int) -> Block:
-        return self._both._block(*where)
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
+        return self._both._block(top, bottom, left, right, query, source)
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         return self._both._intervals(i, sizes)
@@ -754,7 +763,7 @@ def readable(values: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(values) in (Tensor, torch.nn.Parameter)
         and not values.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(values)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(values)  # pyright: ignore[reportAttributeAccessIssue]
         and not torch._C._len_torch_dispatch_stack()
     )
 

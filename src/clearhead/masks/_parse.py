@@ -138,9 +138,9 @@ class _Reader:
             raise self.wrong(node, f"{name.id} takes arguments", hint=f"write {call}")
         bools = name.id in BOOLS
         values = [self.value(each, bools) for each in given]
-        options = {each.arg: self.option(each, call, make, bools) for each in named}
+        options = {str(each.arg): self.option(each, call, make, bools) for each in named}
         try:
-            inspect.signature(make).bind(*values, **options)  # pyright: ignore[reportArgumentType]
+            inspect.signature(make).bind(*values, **options)
         except TypeError as error:
             raise self.wrong(node, f"{name.id}: {error}", hint=f"write {call}") from None
         return self.made(node, make, *values, **options)

@@ -25,7 +25,9 @@ class Everything(Mask):
     def _text(self, full: bool) -> str:
         return "everything()"
 
-    def _block(self, *where: int) -> Block:
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
         return Block.FULL
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
@@ -45,7 +47,9 @@ class Nothing(Mask):
     def _text(self, full: bool) -> str:
         return "nothing()"
 
-    def _block(self, *where: int) -> Block:
+    def _block(
+        self, top: int, bottom: int, left: int, right: int, query: int, source: int
+    ) -> Block:
         return Block.EMPTY
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
@@ -94,9 +98,9 @@ class Relative(Mask):
 
     def _offset(self, query: int, source: int) -> int:
         """The source position at which query 0 stands."""
-        if self.align == "end":
-            return source - query
-        return 0 if self.align == "start" else self.align
+        if isinstance(self.align, str):
+            return source - query if self.align == "end" else 0
+        return self.align
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         after = j - (i + self._offset(sizes.query, sizes.source))

@@ -1,0 +1,660 @@
+"""Masks as sets of edges: every leaf against a formula, every method against the whole set."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import create_mask
+
+from clearhead import masks
+from clearhead._impl.problem import Sizes
+from clearhead.masks import EMPTY, FULL, Mask
+
+IDS = [0, 0, 1, 1, 1, 0, 2]
+TOKENS = [7, 8, 9, 7, 8, 7, 7]
+REAL = [False, True, True, True, True, True, False]
+
+
+def table(text: str) -> list[list[bool]]:
+    return [[sign == "1" for sign in line] for line in text.split()]
+
+
+def rule(query: int, source: int, edge: Callable[[int, int], bool]) -> Tensor:
+    return torch.tensor([[bool(edge(i, j)) for j in range(source)] for i in range(query)]).reshape(
+        query, source
+    )
+
+
+HAND = {
+    "causal()": "1000 1100 1110 1111",
+    "window(2)": "1000 1100 0110 0011",
+    "band(1, 0)": "1000 1100 0110 0011",
+    "band(0, 2)": "1110 0111 0011 0001",
+    "diagonal(1)": "0000 1000 0100 0010",
+    "diagonal(-1)": "0100 0010 0001 0000",
+    "diagonal(0)": "1000 0100 0010 0001",
+    "first(2)": "1100 1100 1100 1100",
+    "prefix(2)": "1100 1100 1100 1100",
+    "prefix(0)": "0000 0000 0000 0000",
+    "everything()": "1111 1111 1111 1111",
+    "nothing()": "0000 0000 0000 0000",
+    "lengths(3)": "1110 1110 1110 1110",
+    "lengths(3, query=2)": "1110 1110 0000 0000",
+    "keep([0, 1, 1, 0])": "0110 0110 0110 0110",
+    "document([0, 0, 1, 1])": "1100 1100 0011 0011",
+    "document([5, 3, 5, 3])": "1010 0101 1010 0101",
+    "same([0, 1, 1, 2], [1, 0, 0, 2])": "0110 1000 1000 0001",
+    "induction([7, 8, 7, 8])": "0000 0000 0100 0010",
+    "induction([7, 7, 7, 7])": "0000 0100 0110 0111",
+    "duplicate([7, 8, 7, 8])": "0000 0000 1000 0100",
+    "dense([[1, 0, 0, 1]])": "1001 1001 1001 1001",
+    "causal() & window(2) | first(1)": "1000 1100 1110 1011",
+    "causal() - diagonal(0)": "0000 1000 1100 1110",
+    "~causal()": "0111 0011 0001 0000",
+    "(prefix(2) | causal()) & keep([0, 1, 1, 1])": "0100 0100 0110 0111",
+}
+
+
+@pytest.mark.parametrize("expression", HAND)
+def test_by_hand(expression: str) -> None:
+    mask = masks.parse(expression)
+    assert mask.dense(4).reshape(4, 4).tolist() == table(HAND[expression])
+    assert eval(repr(mask), vars(masks) | {"true": True}) is not None
+    assert masks.parse(repr(mask)).dense(4).tolist() == mask.dense(4).tolist()
+    assert repr(masks.parse(repr(mask))) == repr(mask)
+
+
+ALIGNED = {
+    "causal": (lambda a: masks.causal(a), lambda p, j: j <= p),
+    "window": (lambda a: masks.window(3, a), lambda p, j: p - 3 < j <= p),
+    "band": (lambda a: masks.band(2, 1, a), lambda p, j: -2 <= j - p <= 1),
+    "diagonal": (lambda a: masks.diagonal(2, a), lambda p, j: j == p - 2),
+}
+
+
+@pytest.mark.parametrize(("query", "source"), [(7, 7), (3, 7), (7, 3), (1, 7), (0, 3), (3, 0)])
+@pytest.mark.parametrize("align", ["end", "start", 2, -1, 9])
+@pytest.mark.parametrize("name", ALIGNED)
+def test_alignment(name: str, align: Any, query: int, source: int) -> None:
+    make, edge = ALIGNED[name]
+    offset = {"end": source - query, "start": 0}.get(align, align)
+    want = rule(query, source, lambda i, j: edge(i + offset, j))
+    assert torch.equal(make(align).dense(query, source), want)
+    assert (f'align="{align}"' if isinstance(align, str) else f"align={align}") in repr(make(align))
+
+
+def test_causal_corners_are_those_of_torch() -> None:
+    lower, upper = causal_lower_right(3, 5), causal_upper_left(3, 5)
+    assert torch.equal(masks.causal().dense(3, 5), lower._materialize())
+    assert torch.equal(masks.causal(align="start").dense(3, 5), upper._materialize())
+
+
+def test_one_query_at_the_end_of_a_cache_reads_everything() -> None:
+    assert masks.causal().row(0, query=1, source=16) == list(range(16))
+    assert masks.causal(align="start").row(0, query=1, source=16) == [0]
+
+
+def test_window_counts_the_own_position() -> None:
+    assert masks.window(4).counts(12).tolist() == [1, 2, 3] + [4] * 9
+    assert masks.window(4).row(7, source=12) == [4, 5, 6, 7]
+
+
+def test_data_masks_take_the_last_queries() -> None:
+    for query in (7, 4, 1, 0):
+        at = 7 - query
+        documents = rule(query, 7, lambda i, j, at=at: IDS[i + at] == IDS[j])
+        assert torch.equal(masks.document(IDS).dense(query, 7), documents)
+        copies = rule(query, 7, lambda i, j, at=at: TOKENS[j] == TOKENS[i + at] and j < i + at)
+        assert torch.equal(masks.duplicate(TOKENS).dense(query, 7), copies)
+        follow = rule(
+            query,
+            7,
+            lambda i, j, at=at: j > 0 and TOKENS[j - 1] == TOKENS[i + at] and j - 1 < i + at,
+        )
+        assert torch.equal(masks.induction(TOKENS).dense(query, 7), follow)
+
+
+def test_masks_of_samples() -> None:
+    ids, other = torch.tensor([IDS, TOKENS]), torch.tensor([[0, 1, 2], [7, 7, 0]])
+    assert masks.document(ids).dense(7).shape == (2, 1, 7, 7)
+    assert torch.equal(masks.document(ids).dense(7)[1, 0], masks.document(TOKENS).dense(7))
+    together = masks.same(other, ids).dense(3, 7)
+    assert torch.equal(together[1, 0], masks.same([7, 7, 0], TOKENS).dense(3, 7))
+    mixed = masks.same([7, 8], ids).dense(2, 7)
+    assert torch.equal(mixed[1, 0], masks.same([7, 8], TOKENS).dense(2, 7))
+    padded = masks.lengths([5, 3], query=[2, 7]).dense(7)
+    assert torch.equal(padded[0, 0], rule(7, 7, lambda i, j: i < 2 and j < 5))
+    assert torch.equal(padded[1, 0], rule(7, 7, lambda i, j: i < 7 and j < 3))
+    real = torch.tensor([REAL, REAL[::-1]])
+    assert torch.equal(masks.keep(real).dense(2, 7)[1, 0, 1], real[1])
+    assert torch.equal(masks.keep(torch.tensor([REAL])).dense(2, 7)[0, 0, 1], torch.tensor(REAL))
+
+
+def test_where_sees_single_positions() -> None:
+    rows = torch.tensor([[1, 2, 3, 4], [1, 2, 9, 9]])
+
+    def common(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert b.dim() == h.dim() == q.dim() == k.dim() == 0
+        return ((rows[:, q] - rows[:, k]).abs().max() < 3) & (h >= 0)
+
+    want = rule(4, 4, lambda i, j: max(abs(int(r[i]) - int(r[j])) for r in rows) < 3)
+    assert torch.equal(masks.where(common).dense(4, head=2)[0, 0], want)
+
+
+@pytest.mark.parametrize(
+    ("function", "lead"),
+    [
+        (lambda b, h, q, k: q >= k, ()),
+        (lambda b, h, q, k: q >= k + b, (3, 1)),
+        (lambda b, h, q, k: q >= k + h, (1, 2)),
+        (lambda b, h, q, k: q >= k + b - h, (3, 2)),
+        (lambda b, h, q, k: True, ()),
+    ],
+)
+def test_where_varies_only_as_its_function_does(function: Any, lead: tuple[int, ...]) -> None:
+    dense = masks.where(function).dense(4, 5, batch=3, head=2)
+    assert dense.shape == (*lead, 4, 5)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.as_tensor(function(b, h, q, k))
+
+    want = create_mask(mod, 3, 2, 4, 5, device="cpu")
+    assert torch.equal(dense.expand(3, 2, 4, 5), want)
+
+
+def test_where_is_not_asked_about_blocked_edges() -> None:
+    short = torch.tensor([True, False, True])  # one less than there are sources
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return short[k]
+
+    strict = masks.causal() - masks.diagonal(0)
+    want = rule(4, 4, lambda i, j: j < i and bool(short[j]))
+    for mask in (strict & masks.where(mod), masks.where(mod) & strict, strict - ~masks.where(mod)):
+        assert torch.equal(mask.dense(4), want)
+        assert mask.count(4) == int(want.sum())
+        assert "not" in mask.why(1, 3, source=4)
+    either = masks.where(mod) | ~strict
+    assert torch.equal(either.dense(4), want | ~strict.dense(4))
+    by_sample = masks.keep(torch.tensor([[True, True, True, False], [False] * 4]))
+    assert torch.equal((by_sample & masks.where(mod)).dense(2, 4)[0, 0, 0], torch.tensor([1, 0, 1, 0]) > 0)
+    assert not (masks.nothing() & masks.where(mod)).dense(4).any()
+    with pytest.raises(ValueError, match="reads beyond its own data") as caught:
+        masks.where(mod).dense(4)
+    assert "causal() & where(function)" in str(caught.value)
+
+
+# Random trees: every method against the formula of the whole set.
+
+Tree = tuple[Mask, Tensor]
+
+
+def leaf_trees(query: int, source: int, batch: int) -> st.SearchStrategy[Tree]:
+    def number(name: str, n: int, m: int, align: Any) -> Tree:
+        p = {"end": source - query, "start": 0}.get(align, align)
+        found: dict[str, tuple[Callable[[], Mask], Callable[[int, int], bool]]] = {
+            "causal": (lambda: masks.causal(align), lambda i, j: j <= i + p),
+            "window": (lambda: masks.window(n + 1, align), lambda i, j: i + p - n <= j <= i + p),
+            "band": (lambda: masks.band(n, m, align), lambda i, j: -n <= j - i - p <= m),
+            "diagonal": (lambda: masks.diagonal(n - 2, align), lambda i, j: j == i + p - n + 2),
+            "first": (lambda: masks.first(n + 1), lambda i, j: j <= n),
+            "prefix": (lambda: masks.prefix(n), lambda i, j: j < n),
+            "everything": (masks.everything, lambda i, j: True),
+            "nothing": (masks.nothing, lambda i, j: False),
+            "where": (
+                lambda: masks.where(lambda b, h, q, k: (q * 5 + k * 3) % (n + 2) < 2),
+                lambda i, j: (i * 5 + j * 3) % (n + 2) < 2,
+            ),
+        }
+        make, edge = found[name]
+        return make(), rule(query, source, edge)
+
+    def data(name: str, values: list[list[int]], one: bool) -> Tree:
+        values = values[:1] if one else values
+        ids = torch.tensor(values, dtype=torch.int64).reshape(len(values), source)
+        at = source - query
+
+        def edge(row: list[int], i: int, j: int) -> bool:
+            if name == "document":
+                return row[i + at] == row[j]
+            if name == "duplicate":
+                return row[j] == row[i + at] and j < i + at
+            if name == "induction":
+                return j > 0 and row[j - 1] == row[i + at] and j - 1 < i + at
+            if name == "same":
+                return row[j] == row[i % max(source, 1)]
+            if name == "keep":
+                return row[j] > 0
+            if name == "lengths":
+                return j < min(sum(row), source)
+            return (row[j] + i) % 2 == 0
+
+        whole = torch.stack(
+            [rule(query, source, lambda i, j, r=row: edge(r, i, j)) for row in values]
+        )[:, None]
+        flat = whole[0, 0] if one else whole
+        if name == "same":
+            wanted = ids[:, [i % max(source, 1) for i in range(query)]]
+            mask = masks.same(wanted[0] if one else wanted, ids[0] if one else ids)
+        elif name == "keep":
+            mask = masks.keep(ids[0] > 0 if one else ids > 0)
+        elif name == "lengths":
+            filled = ids.sum(-1).clamp(max=source)
+            mask = masks.lengths(filled[0] if one else filled)
+        elif name == "dense":
+            mask = masks.dense(flat)
+        else:
+            mask = getattr(masks, name)(ids[0] if one else ids)
+        return mask, flat
+
+    numbers = st.builds(
+        number,
+        st.sampled_from(
+            "causal window band diagonal first prefix everything nothing where".split()
+        ),
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.sampled_from(["end", "start", 0, 2, -3]),
+    )
+    names = ["keep", "lengths", "dense"] + (["same"] if source else [])
+    names += ["document", "duplicate", "induction"] if query <= source else []
+    samples = st.lists(
+        st.lists(st.integers(0, 2), min_size=source, max_size=source),
+        min_size=batch,
+        max_size=batch,
+    )
+    return numbers | st.builds(data, st.sampled_from(names), samples, st.booleans())
+
+
+def join(sign: str, left: Tree, right: Tree) -> Tree:
+    a, b = left[0], right[0]
+    if sign == "&":
+        return a & b, left[1] & right[1]
+    if sign == "|":
+        return a | b, left[1] | right[1]
+    return a - b, left[1] & ~right[1]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Mask, Tensor, int, int]:
+    query, source = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    leaves = leaf_trees(query, source, draw(st.integers(1, 3)))
+    tree = st.recursive(
+        leaves,
+        lambda inner: st.builds(join, st.sampled_from("&|-"), inner, inner)
+        | inner.map(lambda tree: (~tree[0], ~tree[1])),
+        max_leaves=5,
+    )
+    mask, want = draw(tree)
+    return mask, want, query, source
+
+
+def four(edges: Tensor) -> Tensor:
+    return edges.reshape(-1, *([1] * (edges.dim() == 2)), *edges.shape[-2:]) if edges.dim() > 2 else edges[None, None]
+
+
+@given(trees(), st.data())
+@settings(max_examples=250, deadline=None)
+def test_every_method_agrees_with_the_formula(tree: Any, data: st.DataObject) -> None:
+    mask, want, query, source = tree
+    dense = mask.dense(query, source)
+    assert torch.equal(*torch.broadcast_tensors(four(dense), four(want)))
+    assert (mask.own.batch in (None, 1)) or dense.shape[0] == mask.own.batch
+
+    # block is never wrong
+    top, left = data.draw(st.integers(0, query)), data.draw(st.integers(0, source))
+    bottom, right = data.draw(st.integers(top, query)), data.draw(st.integers(left, source))
+    block = mask.block(range(top, bottom), range(left, right), query, source)
+    tile = want[..., top:bottom, left:right]
+    assert block != EMPTY or not tile.any()
+    assert block != FULL or tile.all()
+
+    # intervals, where promised, are the rows
+    found = mask.intervals(query, source)
+    if found is not None:
+        start, stop = (x[..., None] for x in found)
+        assert (start <= stop).all()
+        assert ((0 <= start) & (stop <= source)).all()
+        at = torch.arange(source)
+        inside = (start <= at) & (at < stop)
+        assert torch.equal(*torch.broadcast_tensors(four(inside), four(want)))
+
+    # counts, rows and any tile
+    assert torch.equal(*torch.broadcast_tensors(mask.counts(query, source), dense.sum(-1)))
+    assert mask.count(query, source) == int(dense.sum())
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, query - 1), max_size=4)) if query else [])
+    columns = torch.tensor(
+        data.draw(st.lists(st.integers(0, source - 1), max_size=4)) if source else []
+    )
+    sizes = Sizes(query, source, mask.own.batch or 1)
+    tile = mask.tile(rows.long(), columns.long(), sizes)
+    assert torch.equal(tile, dense[..., rows.long(), :][..., columns.long()])
+    sample = (mask.own.batch or 1) - 1
+    for i in range(query):
+        assert mask.row(i, source, query=query, sample=sample) == [
+            j for j in range(source) if four(dense)[-1, 0, i, j]
+        ]
+        for j in range(min(source, 3)):
+            said = mask.why(i, j, query=query, source=source, sample=sample).split("\n")
+            allowed = bool(four(dense)[-1, 0, i, j])
+            assert said[0] == f"query {i} may {'' if allowed else 'not '}read source {j}"
+            assert said[1].startswith("- allowed by " if allowed else "- blocked by ")
+
+
+@given(trees(), trees())
+@settings(max_examples=60, deadline=None)
+def test_laws_of_sets(one: Any, _: Any) -> None:
+    mask, want, query, source = one
+    other = masks.causal() | masks.first(1)
+    assert torch.equal((~~mask).dense(query, source), mask.dense(query, source))
+    left, right = ~(mask & other), ~mask | ~other
+    assert torch.equal(left.dense(query, source), right.dense(query, source))
+    left, right = ~(mask | other), ~mask & ~other
+    assert torch.equal(left.dense(query, source), right.dense(query, source))
+    assert torch.equal((mask - other).dense(query, source), (mask & ~other).dense(query, source))
+    assert not (mask & ~mask).dense(query, source).any()
+    assert (mask | ~mask).dense(query, source).all()
+
+
+def test_expressions_keep_their_meaning_as_text() -> None:
+    a, b, c = masks.causal(), masks.window(2), masks.first(1)
+    for mask in (a & (b | c), (a & b) | c, a - (b - c), (a - b) - c, ~(a | b), ~a & b, ~(a - b), a & (b & c)):
+        again = masks.parse(repr(mask))
+        assert torch.equal(again.dense(5), mask.dense(5))
+        assert repr(again) == repr(mask)
+    assert repr(~(a | b)) == '~(causal(align="end") | window(2, align="end"))'
+
+
+# Blocks and intervals are as sharp as they can be where it counts.
+
+
+def blocks(mask: Mask, size: int, tile: int) -> list[str]:
+    starts = range(0, size, tile)
+    return [
+        " ".join(
+            ".-#"[mask.block(range(i, i + tile), range(j, j + tile), size)] for j in starts
+        )
+        for i in starts
+    ]
+
+
+def test_blocks_by_hand() -> None:
+    assert blocks(masks.causal(), 16, 4) == ["- . . .", "# - . .", "# # - .", "# # # -"]
+    assert blocks(masks.window(4), 16, 4) == ["- . . .", "- - . .", ". - - .", ". . - -"]
+    assert blocks(masks.causal() - masks.window(8), 16, 4)[3] == "# - . ."
+    assert blocks(masks.lengths([5, 9]), 16, 4)[0] == "# - - ."
+    assert blocks(masks.keep([False] * 4 + [True] * 12), 16, 4)[0] == ". # # #"
+    packed = masks.document([0] * 8 + [1] * 8)
+    assert blocks(packed, 16, 4) == ["# # . .", "# # . .", ". . # #", ". . # #"]
+    assert blocks(packed & masks.causal(), 16, 4) == ["- . . .", "# - . .", ". . - .", ". . # -"]
+    assert blocks(masks.dense(torch.eye(16) > 0), 16, 4)[1] == ". - . ."
+    assert blocks(masks.induction([1] * 16), 16, 4)[0] == "- . . ."
+
+
+def test_intervals_where_rows_are_one() -> None:
+    promised = [
+        "causal", "window(3)", "first(2)", "causal & window(3)", "causal | prefix(3)", "~causal",
+        "lengths([5, 3])", "causal & lengths([5, 3])", "keep([0, 1, 1, 1, 1, 0])", "everything - causal",
+        "document([0, 0, 1, 1, 1, 2])", "document([0, 0, 1, 1, 1, 2]) & causal & window(2)", "~prefix(2)",
+        "band(2, 1) | diagonal(2)", "dense([[1, 1, 0, 0, 0, 0]])",
+    ]  # fmt: skip
+    for expression in promised:
+        assert masks.parse(expression).intervals(6) is not None, expression
+    unpromised = [
+        "causal & window(2) | first(1)", "keep([1, 0, 1, 0, 0, 0])", "document([0, 1, 0, 1, 0, 1])", "~window(2)",
+        "dense([[1, 0, 1, 0, 0, 0]])", "induction([1, 1, 1, 1, 1, 1])",
+    ]  # fmt: skip
+    for expression in unpromised:
+        assert masks.parse(expression).intervals(6) is None, expression
+
+
+def test_large_masks_are_counted_without_testing_every_edge() -> None:
+    n = 100_000
+    assert masks.causal().count(n) == n * (n + 1) // 2
+    assert masks.window(3).count(n) == 3 * n - 3
+    mask = masks.causal() & masks.window(3) | masks.first(1)
+    assert mask.count(n) == 3 * n - 3 + n - 3
+    with pytest.raises(ValueError, match="tested one by one"):
+        masks.where(lambda b, h, q, k: q > k).counts(1 << 20)
+
+
+# Sizes that disagree.
+
+
+def test_sizes_that_disagree_raise_with_both() -> None:
+    with pytest.raises(ValueError, match="made for 20 sources, the call has 10"):
+        masks.document([0] * 20).dense(10)
+    with pytest.raises(ValueError, match=r"lengths: sample 1 has 9 source positions, the call has 5"):
+        masks.lengths([5, 9]).dense(5)
+    with pytest.raises(ValueError, match="made for 2 samples, the call has 3"):
+        masks.lengths([5, 4]).dense(5, batch=3)
+    with pytest.raises(ValueError, match=r"keep.* is made for 3 sources, document.* for 4"):
+        masks.keep([True] * 3) & masks.document([0] * 4)
+    with pytest.raises(ValueError, match=r"is made for 2 samples, .* for 3"):
+        masks.lengths([1, 2]) | masks.lengths([1, 2, 3])
+    with pytest.raises(ValueError, match="at most as many"):
+        masks.document([0, 1]).dense(3, 2)
+    with pytest.raises(ValueError, match="made for 2 queries, the call has 3"):
+        (masks.causal() & masks.dense(torch.ones(2, 3) > 0)).dense(3)
+    with pytest.raises(ValueError, match="needs as many samples"):
+        masks.same([[0], [1]], [[0], [1], [2]])
+    with pytest.raises(ValueError, match="one length a sample"):
+        masks.lengths([1, 2], query=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: masks.window(0), ValueError, "at least 1; got 0"),
+        (lambda: masks.window(-3), ValueError, r"nothing\(\) allows no edge"),
+        (lambda: masks.window(True), TypeError, "takes an integer"),
+        (lambda: masks.window(2.0), TypeError, "takes an integer"),
+        (lambda: masks.window(10**30), ValueError, "positions"),
+        (lambda: masks.band(-1, 0), ValueError, "before: .* 0 or more"),
+        (lambda: masks.first(0), ValueError, "at least 1"),
+        (lambda: masks.prefix(-1), ValueError, "0 or more"),
+        (lambda: masks.causal("left"), ValueError, "align: is .*got 'left'"),
+        (lambda: masks.causal(None), ValueError, "align"),
+        (lambda: masks.lengths([3, -1]), ValueError, "0 or more; got -1"),
+        (lambda: masks.lengths([[3]]), ValueError, "one a sample"),
+        (lambda: masks.lengths([1.5]), TypeError, "as integers"),
+        (lambda: masks.lengths([True]), TypeError, "keep"),
+        (lambda: masks.keep([1, 0]), TypeError, "from_huggingface"),
+        (lambda: masks.keep([[[True]]]), ValueError, "batch, position"),
+        (lambda: masks.document([[0, 1], [0]]), ValueError, "equal lengths"),
+        (lambda: masks.document([0.5]), TypeError, "takes integers"),
+        (lambda: masks.document(torch.tensor(3)), ValueError, "position"),
+        (lambda: masks.dense(torch.ones(3, 3)), TypeError, "bool mask in disguise"),
+        (lambda: masks.dense(torch.ones(3, 3, dtype=torch.int64)), TypeError, "in disguise"),
+        (lambda: masks.dense(torch.full((3, 3), -1e4)), TypeError, "bias="),
+        (lambda: masks.dense(torch.ones(2, 3, 3) > 0), ValueError, "read in two ways"),
+        (lambda: masks.where(3), TypeError, "function of four"),  # pyright: ignore
+        (lambda: masks.where(lambda q, k: q > k), TypeError, "batch, head, query, source"),  # pyright: ignore
+        (lambda: masks.where(lambda b, h, q, k: q - k).dense(2), TypeError, "True or False"),
+        (lambda: masks.causal().dense(-1), ValueError, "0 or more"),
+        (lambda: masks.causal().dense(2.0), TypeError, "as an integer"),  # pyright: ignore
+        (lambda: masks.causal().dense(None), TypeError, "query"),  # pyright: ignore
+        (lambda: masks.causal().row(4, source=4), ValueError, r"lies in 0\.\.3"),
+        (lambda: masks.causal().row("a", source=4), TypeError, "position"),  # pyright: ignore
+        (lambda: masks.lengths([1, 2]).row(0, source=4), ValueError, "sample: must be given"),
+        (lambda: masks.lengths([1, 2]).row(0, source=4, sample=2), ValueError, "sample: lies in"),
+        (lambda: masks.causal().picture(4, cells=0), ValueError, "cells"),
+        (lambda: bool(masks.causal()), TypeError, "compose with"),
+        (lambda: masks.causal() and masks.window(2), TypeError, "compose with"),
+    ],
+)  # fmt: skip
+def test_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_composition_with_other_things() -> None:
+    eye = torch.eye(3) > 0
+    for mask in (masks.causal() & eye, eye & masks.causal()):
+        assert torch.equal(mask.dense(3), eye)
+    assert torch.equal((eye - masks.causal()).dense(3), torch.zeros(3, 3) > 0)
+    assert torch.equal((~eye | masks.causal()).dense(3), ~eye | masks.causal().dense(3))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        masks.causal() & 3  # pyright: ignore
+    with pytest.raises(TypeError):
+        masks.causal() & torch.ones(3, 3)
+
+
+# Words and pictures.
+
+
+def test_why_names_the_part_that_decides() -> None:
+    mask = masks.causal() & masks.window(3) | masks.first(1)
+    assert mask.why(5, 0).split("\n") == [
+        "query 5 may read source 0",
+        "- allowed by first(1): source 0 is among the first 1",
+        "- although window(3) blocks it: source 0 lies 5 before query 5",
+    ]
+    assert mask.why(5, 1).split("\n") == [
+        "query 5 may not read source 1",
+        "- blocked by window(3): source 1 lies 4 before query 5",
+        "- blocked by first(1): source 1 is not among the first 1",
+        "- although causal() allows it: source 1 lies 4 before query 5",
+    ]
+    hole = masks.causal() - masks.diagonal(0)
+    assert hole.why(2, 2).split("\n") == [
+        "query 2 may not read source 2",
+        "- blocked by ~diagonal(0): source 2 is the own position of query 2",
+        "- although causal() allows it: source 2 is the own position of query 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mask", "edge", "text"),
+    [
+        (masks.causal(), (1, 3), "blocked by causal(): source 3 lies 2 after query 1"),
+        (masks.everything(), (1, 3), "allowed by everything(): it has every edge"),
+        (masks.nothing(), (1, 3), "blocked by nothing(): it has no edge"),
+        (masks.keep(REAL), (1, 0), "source 0 is padding"),
+        (masks.keep(torch.tensor([REAL])), (1, 1), "source 1 is real in sample 0"),
+        (masks.lengths([3]), (1, 4), "source 4 is padding: sample 0 has 3 sources"),
+        (masks.lengths(3, query=1), (1, 0), "query 1 is padding: the sequence has 1 queries"),
+        (masks.lengths(3), (1, 0), "source 0 is one of the 3 sources of the sequence"),
+        (masks.document(IDS), (1, 2), "query 1 has document 0, source 2 has document 1"),
+        (masks.document(IDS), (0, 1), "query 0 and source 1 both have document 0"),
+        (masks.induction(TOKENS), (3, 1), "source 1 follows token 7, query 3 is token 7"),
+        (masks.induction(TOKENS), (3, 0), "no token comes before source 0"),
+        (masks.induction(TOKENS), (3, 6), "source 6 follows no token before query 3"),
+        (masks.duplicate(TOKENS), (3, 1), "source 1 is token 8, query 3 is token 7"),
+        (masks.dense([[True, False]]), (0, 1), "the tensor is False there"),
+        (masks.where(lambda b, h, q, k: q > k), (1, 0), "the function says True"),
+    ],
+)
+def test_reasons(mask: Mask, edge: tuple[int, int], text: str) -> None:
+    assert text in mask.why(*edge)
+
+
+def test_why_says_where_queries_stand() -> None:
+    assert "source 3 lies 1 after query 0 (at position 2)" in masks.causal().why(0, 3, query=3, source=5)
+
+
+def test_pictures() -> None:
+    assert masks.causal().picture(3, 12) == (
+        "                      1\n"
+        "  0 1 2 3 4 5 6 7 8 9 0 1\n"
+        "0 ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ · ·\n"
+        "1 ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ·\n"
+        "2 ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■"
+    )
+    assert masks.causal().picture(8, cells=2) == (
+        "  0 7\n0 ▒ ·\n4 ■ ▒\n"
+        "· none  ░ under 1/3  ▒ under 2/3  ▓ more  ■ all  (of up to 4 x 4 edges)"
+    )
+    assert masks.causal().picture(0) == "no edges: 0 queries, 0 sources"
+    many = masks.lengths([1, 2, 1, 2, 1, 2]).picture(2)
+    assert many.count("sample") == 5
+    assert many.endswith("and 2 more: choose with sample= and head=")
+    assert str(masks.causal()).startswith("causal()\n  0 1 2 3 4 5 6 7\n0 ■")
+    assert str(masks.lengths([12])).count("\n") == 14
+    assert str(masks.where(lambda b, h, q, k: q > k)) == "where(<lambda>)"
+    assert masks.causal().maps(4, cells=2)[0].edges == 7
+
+
+def test_repr_of_large_data_is_short() -> None:
+    assert repr(masks.document(torch.zeros(8, 4096).long())) == "document(<int64 (8, 4096)>)"
+
+
+# Masks are values.
+
+
+def test_masks_never_change() -> None:
+    ids = torch.tensor(IDS)
+    mask = masks.document(ids)
+    before = mask.dense(7)
+    ids.zero_()
+    assert torch.equal(mask.dense(7), before)
+
+
+def test_masks_can_be_copied_and_hashed() -> None:
+    mask = masks.causal() & masks.document(IDS) - masks.lengths([5, 3]) | ~masks.keep(REAL)
+    for again in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("cpu")):
+        assert torch.equal(again.dense(7), mask.dense(7))
+    assert mask in {mask}
+    assert masks.causal() != masks.causal()
+
+
+def test_to_moves_every_tensor() -> None:
+    mask = masks.causal() & masks.document(IDS) - masks.lengths([5, 3], query=[1, 2])
+    mask = mask | ~masks.keep(REAL) & masks.same(IDS, IDS) & masks.dense(torch.ones(7, 7) > 0)
+    mask = mask & masks.induction(TOKENS)
+    moved = mask.to("meta")
+    sizes = Sizes(7, 7, 2)
+    at = torch.arange(7, device="meta")
+    assert moved.tile(at, at, sizes).is_meta
+    assert moved.intervals(7, device="meta") is None
+    assert moved.block(range(0, 4), range(0, 4), 7) in (EMPTY, masks.PARTIAL, FULL)
+    assert masks.causal().dense(3, device="meta").is_meta
+
+
+# Tracing.
+
+
+def traced(q: Tensor, ids: Tensor, filled: Tensor, real: Tensor) -> Tensor:
+    mask = masks.causal() & masks.document(ids) - masks.window(2) | masks.lengths(filled)
+    return (mask & masks.keep(real) | masks.induction(ids) | ~masks.same(ids, ids)).dense(len(q))
+
+
+def test_masks_can_be_made_inside_of_a_compiled_function() -> None:
+    given = (torch.ones(7), torch.tensor(IDS), torch.tensor([5, 3]), torch.tensor(REAL))
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*given), traced(*given))
+    where = torch.compile(
+        lambda q: (masks.causal() & masks.where(lambda b, h, i, j: (i - j) % 2 == 0)).dense(len(q)),
+        backend="eager",
+        fullgraph=True,
+    )
+    want = rule(7, 7, lambda i, j: j <= i and (i - j) % 2 == 0)
+    assert torch.equal(where(torch.ones(7)).reshape(7, 7), want)
+
+
+def test_masks_can_be_exported_with_any_length() -> None:
+    class Tile(torch.nn.Module):
+        def forward(self, x: Tensor, real: Tensor) -> Tensor:
+            return (masks.causal() & masks.window(3) & masks.keep(real)).dense(x.shape[0])
+
+    size = torch.export.Dim("size", min=2, max=64)
+    example = (torch.ones(7), torch.tensor(REAL))
+    program = torch.export.export(Tile(), example, dynamic_shapes=({0: size}, {0: size}))
+    for n in (7, 12):
+        given = (torch.ones(n), torch.arange(n) % 3 > 0)
+        assert torch.equal(program.module()(*given), Tile()(*given))
+
+
+def test_masks_can_be_made_inside_of_vmap() -> None:
+    ids = torch.tensor([IDS, TOKENS])
+    mapped = torch.vmap(lambda row: (masks.document(row) & masks.causal()).dense(7))(ids)
+    assert torch.equal(mapped, (masks.document(ids) & masks.causal()).dense(7)[:, 0])
