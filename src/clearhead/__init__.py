@@ -17,17 +17,15 @@ from clearhead import masks, readings
 from clearhead.attention import attend
 
 if TYPE_CHECKING:
-    from clearhead import heads, models
+    from clearhead import models
     from clearhead.auditing import assert_causal, audit
-    from clearhead.cutting import ablate, knockout, zero_weights
-    from clearhead.influence import effects, influence
     from clearhead.multihead import MultiheadAttention, convert
     from clearhead.watching import estimate, watch
 
 __version__ = "0.1.0"
 
-# In the order of the flow: block, weigh, layers, look into a model, cut, prove.
-__all__ = [
+# In the order of the flow: block, weigh, layers, look into a model, prove.
+__all__ = [  # noqa: RUF022
     "masks",
     "readings",
     "attend",
@@ -35,16 +33,18 @@ __all__ = [
     "convert",
     "watch",
     "estimate",
-    "heads",
+    "audit",
+    "assert_causal",
     "models",
-]  # fmt: skip
+]
 
 _HOMES = {
     "MultiheadAttention": "multihead",
     "convert": "multihead",
     "watch": "watching",
     "estimate": "watching",
-    "heads": "heads",
+    "audit": "auditing",
+    "assert_causal": "auditing",
     "models": "models",
 }
 
