@@ -16,10 +16,8 @@ from clearhead.readings import BlockMapValue, Reading, TopKValue
 
 try:
     from clearhead._impl import _native  # type: ignore[attr-defined]
-except ImportError as error:
-    _native, WHY_NOT = None, str(error)
-else:
-    WHY_NOT = ""
+except ImportError:
+    _native = None
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # A mask that is no interval a row is written out as bytes for so many edges at a time.

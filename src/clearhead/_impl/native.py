@@ -22,20 +22,21 @@ NAME = "native"
 # The implementation that gives what the kernel has not; the chooser sets it.
 rest: Any = None
 
+NOT_BUILT = "no C++ compiler was found when clearhead was installed"
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def state() -> str:
     """Say in a few words whether the kernel is there, and for which instruction sets."""
     if _kernel._native is None:
-        return f"not built ({_kernel.WHY_NOT})"
+        return f"not there ({NOT_BUILT})"
     return f"{_kernel._native.isa()} (of {', '.join(_kernel._native.available())})"
 
 
 def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
     """Say why the kernel cannot serve the call."""
     if _kernel._native is None:
-        return [f"the compiled kernel is not there: {_kernel.WHY_NOT}"]
+        return [f"the compiled kernel is not there: {NOT_BUILT}"]
     reasons = watchers()
     query, key, value = problem.query, problem.key, problem.value
     if not query.is_cpu:
