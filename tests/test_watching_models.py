@@ -1,0 +1,291 @@
+"""Watching many architectures: weights equal eager's, outputs are untouched; docs/watch.md follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.architectures import ALL, Architecture
+from torch import Tensor
+
+import clearhead as ch
+from clearhead import readings
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+WEIGHTS = readings.Weights()
+BY_NAME = {architecture.name: architecture for architecture in ALL}
+CASES = [(one, backend) for one in ALL for backend in one.backends]
+IDS = [f"{one.name}-{backend}" for one, backend in CASES]
+PAGE = Path(__file__).parents[1] / "docs" / "watch.md"
+
+
+def leaves(output: Any) -> list[Tensor]:
+    """All tensors of a model's output, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    if hasattr(output, "values"):
+        output = list(output.values())
+    return [x for part in output for x in leaves(part)] if isinstance(output, (tuple, list)) else []
+
+
+def attentions(output: Any) -> list[Tensor]:
+    """All weights that an eager model hands out, in the order of its calls."""
+    towers = [output.get(name) for name in ("vision_model_output", "text_model_output")]
+    if any(tower is not None for tower in towers):
+        return [x for tower in towers for x in attentions(tower)]
+    pairs = zip(output.get("decoder_attentions") or (), output.get("cross_attentions") or (), strict=False)
+    alone = output.get("attentions") or output.get("encoder_attentions") or ()
+    return [*alone, *(x for pair in pairs for x in pair)]
+
+
+def assert_seen(seen: Any, eager: list[Tensor], rows: Any = None) -> None:
+    """Every map that eager hands out was seen, in the same order."""
+    found = [record for record in seen if record.module not in EXTRA]
+    assert len(found) == len(eager) > 0
+    for record, weights in zip(found, eager, strict=True):
+        assert record.value.shape == weights.shape, record.module
+        got, want = (record.value, weights) if rows is None else (rows(record.value), rows(weights))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        assert record.check < 1e-5
+
+
+# Maps that the model makes and eager does not hand out: pooling heads.
+EXTRA = {"head.attention"}
+
+
+@pytest.mark.parametrize(("one", "backend"), CASES, ids=IDS)
+@torch.no_grad()
+def test_one_pass(one: Architecture, backend: str):
+    model, inputs = one.make(backend), one.read()
+    before = leaves(model(**inputs))
+    with ch.watch(model, read=WEIGHTS) as seen:
+        after = leaves(model(**inputs))
+    assert len(before) == len(after)
+    assert all(map(torch.equal, before, after))
+    eager = attentions(one.make("eager")(**inputs, output_attentions=True))
+    if one.name == "Swin":  # hands out the last map of each stage; the first stage makes two
+        seen = seen[1:]
+    assert_seen(seen, eager)
+    assert {record.how for record in seen} <= {backend, "by hand", "sdpa"}
+
+
+PADDED = [
+    (one, backend)
+    for one, backend in CASES
+    if one.inputs in ("tokens", "pair")
+]
+
+
+def real(weights: Tensor) -> Tensor:
+    """The rows of real queries: those of padding differ by backend (uniform, or empty)."""
+    return torch.cat([weights[0, :, 4:].flatten(), weights[1].flatten()]) if len(weights) == 2 else weights
+
+
+@pytest.mark.parametrize(("one", "backend"), PADDED, ids=[f"{one.name}-{b}" for one, b in PADDED])
+@torch.no_grad()
+def test_left_padding(one: Architecture, backend: str):
+    model, inputs = one.make(backend), one.read()
+    keep = torch.ones_like(inputs["input_ids"])
+    keep[0, :4] = 0
+    inputs["attention_mask"] = keep
+    before = leaves(model(**inputs))
+    with ch.watch(model, read=WEIGHTS) as seen:
+        after = leaves(model(**inputs))
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, after, strict=True))
+    eager = attentions(one.make("eager")(**inputs, output_attentions=True))
+    assert_seen(seen, eager, real)
+    for record in seen:
+        if record.sizes[3] == keep.shape[1] and (record.kind == "cross" or record.sizes[2] == keep.shape[1]):
+            assert record.value[0, :, 4:, :4].max() < 1e-6
+
+
+GENERATING = [
+    (one, backend) for one, backend in CASES if one.family in ("decoder", "encoder-decoder")
+    and one.inputs != "sound"
+]  # fmt: skip
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    some = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    inputs = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
+    return model.generate(**inputs, **{**some, **options})
+
+
+def teach(one: Architecture, inputs: dict[str, Tensor], made: Tensor) -> list[Tensor]:
+    """The weights of one eager pass over everything but the last token."""
+    keep = inputs.get("attention_mask")
+    if one.family == "encoder-decoder":
+        given = {**inputs, "decoder_input_ids": made[:, :-1]}
+    else:
+        given = {"input_ids": made[:, :-1]}
+        if keep is not None:
+            rest = keep.new_ones(len(made), made.shape[1] - 1 - keep.shape[1])
+            given["attention_mask"] = torch.cat([keep, rest], 1)
+            if one.name not in ("Bloom", "MPT", "Falcon"):
+                places = given["attention_mask"].cumsum(-1) - 1
+                given["position_ids"] = places.clamp(min=0)
+    return attentions(one.make("eager")(**given, output_attentions=True))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("one", "backend"), GENERATING, ids=[f"{one.name}-{backend}" for one, backend in GENERATING]
+)
+@torch.no_grad()
+def test_generation_is_stitched(one: Architecture, backend: str, padded: bool):
+    model, inputs = one.make(backend), one.read()
+    inputs.pop("decoder_input_ids", None)
+    if padded:
+        keep = torch.ones_like(inputs["input_ids"])
+        keep[0, :4] = 0
+        inputs["attention_mask"] = keep
+    before = generate(model, inputs)
+    with ch.watch(model, read=WEIGHTS) as seen:
+        after = generate(model, inputs)
+    assert torch.equal(before, after)
+    assert_seen(seen, teach(one, inputs, after), real if padded else None)
+    if one.family == "decoder":
+        assert {record.prompt for record in seen} == {11}
+        assert {record.sizes[2:] for record in seen} == {(14, 14)}
+
+
+CACHES = {
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "chunks": {"prefill_chunk_size": 4},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "GPT-2"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("cache", CACHES)
+@torch.no_grad()
+def test_caches(name: str, backend: str, cache: str):
+    one = BY_NAME[name]
+    model, inputs = one.make(backend), one.read()
+    with ch.watch(model, read=WEIGHTS) as seen:
+        made = generate(model, inputs, **CACHES[cache])
+    assert torch.equal(made, generate(model, inputs, **CACHES[cache]))
+    assert_seen(seen, teach(one, inputs, made))
+    assert not seen.notes
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "BART", "T5"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@torch.no_grad()
+def test_beams(name: str, backend: str):
+    """Every sequence that came out was a beam, whose rows are those of a pass of its own."""
+    one = BY_NAME[name]
+    model, inputs = one.make(backend), one.read(batch=1)
+    with ch.watch(model, read=WEIGHTS) as seen:
+        made = generate(model, inputs, num_beams=3, num_return_sequences=3)
+    inputs = {key: value.expand(3, -1) for key, value in inputs.items()}
+    inputs.pop("decoder_input_ids", None)
+    decoder = [record for record in seen if record.prompt is not None]
+    for record, weights in zip(decoder, teach(one, inputs, made)[-len(decoder) :], strict=True):
+        for beam in weights:
+            assert (record.value - beam).abs().amax((1, 2, 3)).min() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@torch.no_grad()
+def test_steps_by_hand_are_records_of_their_own():
+    one = BY_NAME["Llama"]
+    model, tokens = one.make("sdpa"), one.read()["input_ids"]
+    with ch.watch(model, read=WEIGHTS) as seen:
+        first = model(tokens[:, :7], use_cache=True)
+        for at in range(7, 11):
+            model(tokens[:, at : at + 1], past_key_values=first.past_key_values, use_cache=True)
+    eager = one.make("eager")(tokens, output_attentions=True).attentions
+    steps = [record for record in seen if record.layer == 1]
+    assert [record.call for record in steps] == list(range(5))
+    for at, record in enumerate(steps[1:], 7):
+        assert record.value.shape == (2, 6, 1, at + 1)
+        want = eager[1][:, :, at : at + 1, : at + 1]
+        torch.testing.assert_close(record.value, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_readings_of_a_generation_speak_of_whole_sequences():
+    one = BY_NAME["Mistral"]
+    model, inputs = one.make("sdpa"), one.read()
+    read = (readings.Received(), readings.Distance(), readings.TopK(3), readings.Rows([-1]))
+    with ch.watch(model, read=read) as seen:
+        made = generate(model, inputs)
+    with ch.watch(model, read=read) as whole:
+        model(made[:, :-1])
+    for stitched, once in zip(seen, whole, strict=True):
+        torch.testing.assert_close(stitched.value[0], once.value[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(stitched.value[1], once.value[1], rtol=0, atol=1e-4)
+        assert torch.equal(stitched.value[2].sources, once.value[2].sources)
+        torch.testing.assert_close(stitched.value[3], once.value[3], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_clearheads_own_models():
+    from clearhead import models
+
+    tokens = torch.arange(6)[None] % 5
+    model = models.GPT(5, layers=2, heads=2, width=16, length=8).eval()
+    with ch.watch(model, read=WEIGHTS) as seen:
+        _, weights = model(tokens, read=WEIGHTS)
+    assert {record.how for record in seen} == {"attend"}
+    for record, own in zip(seen, weights, strict=True):
+        torch.testing.assert_close(record.value, own)
+        assert torch.equal(record.value, record.value.tril())
+
+
+def test_registries_are_as_before():
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    def registries():
+        return (
+            dict(AttentionInterface._global_mapping),
+            dict(AttentionMaskInterface._global_mapping),
+            AttentionInterface.__dict__["get_interface"],
+        )
+
+    model = BY_NAME["Llama"].make("sdpa")
+    before, config, own = registries(), model.config.to_dict(), set(model.__dict__)
+    with ch.watch(model):
+        model(**BY_NAME["Llama"].read())
+    with pytest.raises(ZeroDivisionError), ch.watch(model):
+        raise ZeroDivisionError
+    assert registries() == before
+    assert model.config.to_dict() == config
+    assert set(model.__dict__) == own
+
+
+def table() -> str:
+    """Render the table of docs/watch.md by watching each architecture once."""
+    lines = ["| Architecture | Kind | Backend: seen by | Maps | Of note |", "|---|---|---|---|---|"]
+    for one in ALL:
+        seen_by, maps = [], ""
+        for backend in one.backends:
+            model = one.make(backend)
+            with torch.no_grad(), ch.watch(model, read=readings.Entropy()) as seen:
+                model(**one.read())
+            how = ", ".join(sorted({record.how for record in seen}))
+            seen_by.append(f"{backend}: {how}")
+            kinds = [record.kind for record in seen]
+            maps = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("self", "cross") if kind in kinds)
+        lines.append(f"| {one.name} | {one.family} | {'; '.join(seen_by)} | {maps} | {one.note} |")
+    return "\n".join(lines)
+
+
+def test_the_page_is_up_to_date():
+    text = PAGE.read_text()
+    start, end = "<!-- table -->\n", "<!-- end of table -->"
+    assert text.partition(start)[2].partition(end)[0].strip() == table(), (
+        "docs/watch.md: put the table of `python tests/test_watching_models.py` in"
+    )
+    assert len(ALL) >= 30
+
+
+if __name__ == "__main__":
+    print(table())
