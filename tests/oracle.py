@@ -162,11 +162,11 @@ def _per_row(of: Any, rows: np.ndarray) -> np.ndarray:
 
 def error(got: Tensor, right: Any) -> float:
     """Return the largest difference; infinite where only one is NaN or the infinities differ."""
-    got, right = array(got), array(right)
-    assert got.shape == right.shape, (got.shape, right.shape)
+    ours, right = array(got), array(right)
+    assert ours.shape == right.shape, (ours.shape, right.shape)
     with np.errstate(all="ignore"):
-        same = (got == right) | (np.isnan(got) & np.isnan(right))
-        gap = np.where(same, 0.0, np.abs(got - right))
+        same = (ours == right) | (np.isnan(ours) & np.isnan(right))
+        gap = np.where(same, 0.0, np.abs(ours - right))
     return float(np.nan_to_num(gap, nan=math.inf).max(initial=0.0))
 
 

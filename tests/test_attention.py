@@ -122,9 +122,9 @@ class TestTheOracle:
         good = ch.attend(**given)
         allowance = oracle.budget(naive(case, given)[0], right.context, torch.float32)
         lies = {
-            "scale": ch.attend(**given | {"scale": 0.43}),
-            "shifted mask": ch.attend(**given | {"mask": masks.window(5)}),
-            "start": ch.attend(**given | {"mask": masks.causal("start")}),
+            "scale": ch.attend(**dict(given, scale=0.43)),
+            "shifted mask": ch.attend(**dict(given, mask=masks.window(5))),
+            "start": ch.attend(**dict(given, mask=masks.causal("start"))),
             "values of another head": good.roll(1, 1),
             "rows swapped": good.flip(-2),
             "one NaN": good.clone().index_fill_(-1, torch.tensor([0]), torch.nan),
@@ -617,7 +617,7 @@ class TestDropout:
         assert kept.double().mean().item() == pytest.approx(0.7, abs=0.017)
 
     def test_one_seed_drops_the_same_with_and_without_readings(self, implementation: Any) -> None:
-        given = BY_NAME["all features"].inputs() | {"dropout": 0.4}
+        given = dict(BY_NAME["all features"].inputs(), dropout=0.4)
         torch.manual_seed(5)
         plain = implementation(**given)
         torch.manual_seed(5)
@@ -626,7 +626,7 @@ class TestDropout:
         assert not torch.equal(plain, implementation(**given))
 
     def test_every_implementation_drops_the_same(self, implementation: Any) -> None:
-        given = BY_NAME["grouped"].inputs() | {"dropout": 0.4}
+        given = dict(BY_NAME["grouped"].inputs(), dropout=0.4)
         torch.manual_seed(5)
         ours = implementation(**given)
         torch.manual_seed(5)

@@ -40,7 +40,7 @@ BREACHES: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("no source heads", {"key": K[:, :0], "value": K[:, :0]}, ValueError, ("whole multiple",)),
     ("integers", {"query": Q.long(), "key": K.long(), "value": K.long()}, TypeError,
      ("floating-point", "int64", ".float()")),
-    ("complex", {"query": Q.cfloat(), "key": K.cfloat(), "value": K.cfloat()}, TypeError,
+    ("complex", dict.fromkeys(("query", "key", "value"), Q.to(torch.complex64)), TypeError,
      ("floating-point", "complex64")),
     ("dtypes", {"value": K.double()}, TypeError, ("one dtype", "float32, float32, float64")),
     ("devices", {"key": K.to("meta")}, ValueError, ("one device", "key on meta", ".to(")),
@@ -62,7 +62,8 @@ BREACHES: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("Mask batch", {"mask": masks.lengths([1, 2, 3])}, ValueError, ("3", "2")),
     ("bool bias", {"bias": BOOL}, TypeError, ("bias", "torch.bool", "mask=")),
     ("number as bias", {"bias": 1.0}, TypeError, ("bias", "float")),
-    ("bias size", {"bias": torch.zeros(6, 5, 5)}, ValueError, ("bias", "(6, 5, 5)", "(2, 6, 5, 7)")),
+    ("bias size", {"bias": torch.zeros(6, 5, 5)}, ValueError,
+     ("bias", "(6, 5, 5)", "(2, 6, 5, 7)")),
     ("bias device", {"bias": torch.zeros(5, 7, device="meta")}, ValueError, ("bias on meta",)),
     ("tensor as scale", {"scale": torch.ones(())}, TypeError, ("scale", "number", "query")),
     ("softcap 0", {"softcap": 0.0}, ValueError, ("softcap", "positive", "None means no cap")),
@@ -88,7 +89,7 @@ BREACHES: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
 def test_a_breach_is_explained(
     arguments: dict[str, Any], kind: type[Exception], pieces: tuple[str, ...]
 ) -> None:
-    given = {"query": Q, "key": K, "value": K} | arguments
+    given: dict[str, Any] = {"query": Q, "key": K, "value": K, **arguments}
     with pytest.raises(kind) as caught:
         ch.attend(**given)
     for piece in pieces:
@@ -180,7 +181,7 @@ def test_the_annotations_hold() -> None:
     from beartype import beartype
     from jaxtyping import TypeCheckError, jaxtyped
 
-    checked = jaxtyped(typechecker=beartype)(ch.attend)
+    checked: Any = jaxtyped(typechecker=beartype)(ch.attend)
     for rank in (4, 3, 2):
         query, key = (x[(0,) * (4 - rank)] for x in (Q[:, :3], K))
         query = query[:, :5]

@@ -26,7 +26,7 @@ def _collect() -> list[Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other operators' data overflow on purpose
-        cases = collect_testcases("Attention")
+        cases: list[Any] = collect_testcases("Attention")
     return [case for case in cases if case.model.graph.node[0].op_type == "Attention"]
 
 
@@ -42,7 +42,9 @@ def test_case(implementation: Any, name: str) -> None:
     case = CASES[name]
     node = case.model.graph.node[0]
     arrays, expected = case.data_sets[0]
-    given = dict(zip(INPUTS, _place(node.input, map(_tensor, arrays)), strict=False))
+    given: dict[str, Any] = dict(
+        zip(INPUTS, _place(node.input, map(_tensor, arrays)), strict=False)
+    )
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     ours = _onnx_attention(implementation, given, attributes)
     exact = _onnx_attention(implementation, {n: _double(x) for n, x in given.items()}, attributes)

@@ -42,7 +42,7 @@ def test_gradients_of_every_order(name: str, reading: readings.Reading | None) -
     leaves = [n for n in TENSORS if n in given]
 
     def function(*tensors: Tensor) -> Any:
-        answer = attend(**given | dict(zip(leaves, tensors, strict=True)), read=reading)
+        answer = attend(**dict(given, **dict(zip(leaves, tensors, strict=True))), read=reading)
         if reading is None:
             return answer
         # The log-sum-exp of an empty row is -inf, which has no difference quotient.
@@ -57,9 +57,8 @@ def test_gradients_of_every_order(name: str, reading: readings.Reading | None) -
             x if n != "bias" else torch.where(blocked, 0.0, given["bias"]).requires_grad_()
             for n, x in zip(leaves, inputs, strict=True)
         )
-    check = {"fast_mode": True}
-    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, **check)
-    assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, **check)
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
 @pytest.mark.parametrize("size", [1, 31, 33, 127, 129])
@@ -90,11 +89,13 @@ def test_a_subset_of_gradients() -> None:
 def test_half_precision_gradients_are_those_of_float32_rounded() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         low = BY_NAME["window"].inputs(dtype)
-        high = {n: x.float() if isinstance(x, Tensor) else x for n, x in low.items()}
+        high: dict[str, Any] = {
+            n: x.float() if isinstance(x, Tensor) else x for n, x in low.items()
+        }
         grads = []
-        for given in (low, high):
-            leaves = [given[n].requires_grad_() for n in ("query", "key", "value")]
-            context = attend(**given)
+        for call in (low, high):
+            leaves = [call[n].requires_grad_() for n in ("query", "key", "value")]
+            context = attend(**call)
             grads.append(torch.autograd.grad(context.float().sum(), leaves))
         for ours, right in zip(*grads, strict=True):
             assert ours.dtype == dtype

@@ -83,7 +83,7 @@ def watchers() -> list[str]:
         # What follows cannot be traced, and need not be asked.
         return ["torch.compile or torch.export is tracing the call"]
     found = []
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         found.append("a torch.func transform (vmap, grad, jvp, ...) is active")
     if torch._C._len_torch_dispatch_stack():
         found.append("a dispatch mode (fake tensors, make_fx, ...) is active")
