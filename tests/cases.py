@@ -209,6 +209,8 @@ CASES = [
     Case("scale 0", scale=0.0, mask=masks.causal, formula=lambda i, j: j <= i),
     Case("scale negative", scale=-0.7),
     Case("scale large", scale=30.0),
+    Case("scale very negative", batch=(1,), head=2, query=67, scale=-1e5, mask=masks.causal,
+         formula=lambda i, j: j <= i),
     Case("all features", batch=(2,), head=6, source_head=3, query=19, source=29, head_dim=11,
          value_dim=5, mask=lambda: masks.window(7) | masks.first(2), sinks=True, softcap=2.5,
          formula=lambda i, j: ((j <= i) & (j > i - 7)) | (j < 2), bias=(6, 19, 29),
