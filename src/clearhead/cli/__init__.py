@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+    except (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as error:
         if os.environ.get("CLEARHEAD_TRACEBACK"):
             raise
         print(f"clearhead {arguments.command}: {error}", file=sys.stderr)
