@@ -116,7 +116,7 @@ def describe(
 def _sizes(mask: Mask, query: int | None, source: int | None) -> tuple[int, int]:
     own = mask.own
     if query is None:
-        query = own.query or own.source or DEFAULT
+        query = own.query or own.source or max(mask._least(), DEFAULT)
     if source is None:
         source = own.source or query
     for name, size in (("--query", query), ("--source", source)):

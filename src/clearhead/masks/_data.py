@@ -25,7 +25,7 @@ class Lengths(Mask):
 
     def __init__(self, source: Tensor, query: Tensor | None):
         self.source, self.query = source, query
-        counts = [len(t) for t in (source, query) if t is not None and t.dim()]
+        counts = [t.shape[0] for t in (source, query) if t is not None and t.dim()]
         self.own = Own(batch=max(counts) if counts else None)
         self._known: list[tuple[int, int | None]] | None = None
 
@@ -48,6 +48,9 @@ class Lengths(Mask):
                         hint="make the mask from the data of this call",
                     )
 
+    def _least(self) -> int:
+        return max((max(source, query or 0) for source, query in self._read() or ()), default=0)
+
     def _read(self) -> list[tuple[int, int | None]] | None:
         """The lengths of every sample as numbers, where they can be known."""
         if self._known is None and all(t is None or readable(t) for t in (self.source, self.query)):
@@ -59,7 +62,7 @@ class Lengths(Mask):
 
     def _of(self, lengths: Tensor, b: Any, like: Any) -> Tensor:
         lengths = lengths.to(like.device)
-        return lengths[b] if lengths.dim() and len(lengths) > 1 else lengths.reshape(())
+        return lengths[b] if lengths.dim() and lengths.shape[0] > 1 else lengths.reshape(())
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         edges = (i == i) & (j < self._of(self.source, b, j))
@@ -559,6 +562,12 @@ def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
         raise type_error(
             "function", "takes a function of four positions", got=type(function).__name__
         )
+    if not torch.compiler.is_compiling():
+        _takes_four(function)
+    return Where(function)
+
+
+def _takes_four(function: Callable[..., Any]) -> None:
     try:
         inspect.signature(function).bind(0, 0, 0, 0)
     except TypeError as error:
@@ -566,7 +575,6 @@ def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
         raise type_error("function", rule) from None
     except ValueError:
         pass  # some built-in functions have no signature
-    return Where(function)
 
 
 def at(values: Tensor, b: Any, i: Any) -> Tensor:
@@ -574,7 +582,7 @@ def at(values: Tensor, b: Any, i: Any) -> Tensor:
     values = values.to(i.device)
     if values.dim() == 1:
         return values[i]
-    return values[b if len(values) > 1 else b * 0, i]
+    return values[b if values.shape[0] > 1 else b * 0, i]
 
 
 def runs(real: Tensor) -> tuple[Tensor, Tensor] | None:

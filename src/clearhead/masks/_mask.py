@@ -55,7 +55,8 @@ class Mask:
     [0, 2, 3]
 
     Masks compose with `&` (both), `|` (either), `-` (without) and `~` (all other edges), also with
-    bool tensors. They never change, and two are equal only if they are the same object.
+    bool tensors. They never change, and two are equal only if they are the same object. torch 2.13
+    cannot compile `~mask`: inside of a compiled function, write `masks.everything() - mask`.
     """
 
     own = Own()
@@ -84,6 +85,10 @@ class Mask:
         ]
         edges = self._at(b, h, rows[:, None], columns[None, :], sizes)
         return edges.expand(*edges.shape[:-2], rows.shape[0], columns.shape[0])
+
+    def _least(self) -> int:
+        """How many positions its data needs at least."""
+        return max(self.own.query or 0, self.own.source or 0)
 
     def check(self, sizes: Sizes) -> None:
         """Raise ValueError where the mask is made for other sizes than these."""
@@ -495,7 +500,7 @@ class Mask:
         """Sizes for a question about one row or edge, where the mask may know them itself."""
         source = self.own.source if source is None else source
         if source is None:
-            source = query if query is not None else max(at, 0) + 1
+            source = query if query is not None else max(at + 1, 1, self._least())
         query = (self.own.query or source) if query is None else query
         return self._sizes(query, source, None, None)
 
@@ -530,6 +535,9 @@ class Pair(Mask):
         self.left.check(sizes)
         self.right.check(sizes)
 
+    def _least(self) -> int:
+        return max(self.left._least(), self.right._least())
+
     def _text(self, full: bool) -> str:
         left, right = self.left._text(full), self.right._text(full)
         left = f"({left})" if self.left._rank < self._rank else left
@@ -558,8 +566,9 @@ class And(Pair):
     def _block(
         self, top: int, bottom: int, left: int, right: int, query: int, source: int
     ) -> Block:
-        left = self.left._block(top, bottom, left, right, query, source)
-        return left and Block(min(left, self.right._block(top, bottom, left, right, query, source)))
+        tile = (top, bottom, left, right, query, source)
+        first = self.left._block(*tile)
+        return first and Block(min(first, self.right._block(*tile)))
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
@@ -588,12 +597,9 @@ class Or(Pair):
     def _block(
         self, top: int, bottom: int, left: int, right: int, query: int, source: int
     ) -> Block:
-        left = self.left._block(top, bottom, left, right, query, source)
-        return (
-            left
-            if left == Block.FULL
-            else Block(max(left, self.right._block(top, bottom, left, right, query, source)))
-        )
+        tile = (top, bottom, left, right, query, source)
+        first = self.left._block(*tile)
+        return first if first == Block.FULL else Block(max(first, self.right._block(*tile)))
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
@@ -621,6 +627,9 @@ class Not(Mask):
 
     def check(self, sizes: Sizes) -> None:
         self.inner.check(sizes)
+
+    def _least(self) -> int:
+        return self.inner._least()
 
     def _text(self, full: bool) -> str:
         text = self.inner._text(full)

@@ -12,6 +12,7 @@ from typing import Any
 from clearhead.errors import type_error, value_error
 from clearhead.masks import _data, _relative
 from clearhead.masks._mask import And, Mask, Minus, Not, Or
+from clearhead.masks._relative import LARGEST
 
 LEAVES: dict[str, Callable[..., Mask]] = {
     make.__name__: make
@@ -37,7 +38,7 @@ BARE = ("everything", "nothing", "causal")
 # In these, 1 and 0 may stand for True and False.
 BOOLS = ("keep", "dense")
 SIGNS = {ast.BitAnd: And, ast.BitOr: Or, ast.Sub: Minus}
-LONGEST, DEEPEST, LARGEST = 10_000, 100, 2**53
+LONGEST, DEEPEST = 10_000, 100
 SHOWN = 72
 
 

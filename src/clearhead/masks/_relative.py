@@ -13,6 +13,8 @@ from clearhead.masks._mask import Block, Mask
 if TYPE_CHECKING:
     from clearhead._impl.problem import Sizes
 
+# Sums of a position and a distance stay in int64.
+LARGEST = 2**53
 Align = Literal["end", "start"] | int
 
 
@@ -264,7 +266,7 @@ def prefix(n: int) -> Mask:
 
 def _align(align: Align) -> Align:
     if isinstance(align, int | torch.SymInt) and not isinstance(align, bool):
-        return align
+        return _whole("align", align, None)
     if align not in ("end", "start"):
         raise value_error(
             "align",
@@ -282,4 +284,6 @@ def _whole(
         raise type_error(name, "takes an integer", got=repr(value))
     if least is not None and value < least:
         raise value_error(name, rule, got=value, hint=hint)
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise value_error(name, f"counts positions, at most {LARGEST}", got=value)
     return value

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from clearhead.errors import value_error
-from clearhead.masks._data import Lengths
 from clearhead.masks._mask import Mask, Minus, Not, Or, Pair, Tally, pick, position
 
 if TYPE_CHECKING:
@@ -108,24 +106,10 @@ def _leaf(
 
 def summary(mask: Mask) -> str:
     """The expression and a picture of it, for as many positions as its data has, or 8."""
-    parts = list(leaves(mask))
-    if any(part._calls for part in parts):
+    if mask._calls:
         return mask._short()  # a function may not be made for the sizes that would be drawn
-    known = [part._read() or [] for part in parts if isinstance(part, Lengths)]
-    longest = max((max(s, q or 0) for pairs in known for s, q in pairs), default=0)
-    size = mask.own.source or mask.own.query or max(longest, DEFAULT)
+    size = mask.own.source or mask.own.query or max(mask._least(), DEFAULT)
     return f"{mask._short()}\n{mask.picture(mask.own.query or size, size)}"
-
-
-def leaves(mask: Mask) -> Iterator[Mask]:
-    """The leaves of a composed mask, from left to right."""
-    if isinstance(mask, Pair):
-        yield from leaves(mask.left)
-        yield from leaves(mask.right)
-    elif isinstance(mask, Not):
-        yield from leaves(mask.inner)
-    else:
-        yield mask
 
 
 def picture(maps: list[Map]) -> str:
