@@ -47,6 +47,18 @@ struct Single {
   static f mac(vec a, vec b, f c) { return Vec::fma(a, b, c); }
 };
 
+#ifdef CLEARHEAD_DOTS
+struct Pair {
+  using scalar = uint16_t;
+  using packed = uint32_t;
+  using vec = Vec::pair;
+  static constexpr int step = 2;
+  static vec broadcast(const scalar* p) { return Vec::set1_pair(p); }
+  static vec load(const packed* p) { return Vec::load_pair(p); }
+  static f mac(vec a, vec b, f c) { return Vec::dot(a, b, c); }
+};
+#endif
+
 #define CLEARHEAD_UNROLL _Pragma("GCC unroll 8")
 
 // result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and W vectors of lanes
@@ -563,16 +575,6 @@ struct Block {
   }
 
 #ifdef CLEARHEAD_DOTS
-  struct Pair {
-    using scalar = uint16_t;
-    using packed = uint32_t;
-    using vec = Vec::pair;
-    static constexpr int step = 2;
-    static vec broadcast(const scalar* p) { return Vec::set1_pair(p); }
-    static vec load(const packed* p) { return Vec::load_pair(p); }
-    static f mac(vec a, vec b, f c) { return Vec::dot(a, b, c); }
-  };
-
   void dot_pairs(float* here, int64_t from, int64_t n) {
     const auto* k = (const uint16_t*)at(call.k, call.type, batch, source_head, from);
     dot_tile<Pair, W>(k, call.k.position, n, packed_pairs, call.head_dim / 2, here);
@@ -825,17 +827,16 @@ size_t forward_scratch(const Forward& call) {
   return arena.used + 64;
 }
 
-// V of one source head as pairs of neighbouring sources, for bf16 dot products.
-void pack_values(const Forward& call, int64_t item, uint32_t* packed) {
+// K or V of one source head as pairs of neighbouring sources, for bf16 dot products.
+void pack_sources(const Forward& call, const View& view, int64_t width, int64_t item, uint32_t* packed) {
   const int64_t pairs = (call.source + 1) / 2;
   const int64_t batch = item / call.source_head, head = item % call.source_head;
-  uint32_t* to = packed + item * pairs * call.value_dim;
-  for (int64_t s = 0; s < pairs; ++s) {
-    const auto* low = (const uint16_t*)at(call.v, call.type, batch, head, 2 * s);
+  uint32_t* to = packed + item * pairs * width;
+  for (int64_t s = 0; s < pairs; ++s, to += width) {
+    const auto* low = (const uint16_t*)at(view, call.type, batch, head, 2 * s);
     const bool both = 2 * s + 1 < call.source;
-    const uint16_t* high = both ? low + call.v.position : low;
-    for (int64_t i = 0; i < call.value_dim; ++i)
-      to[s * call.value_dim + i] = low[i] | (both ? (uint32_t)high[i] << 16 : 0);
+    const uint16_t* high = both ? low + view.position : low;
+    for (int64_t i = 0; i < width; ++i) to[i] = low[i] | (both ? (uint32_t)high[i] << 16 : 0);
   }
 }
 

@@ -71,7 +71,9 @@ struct Gradient {
   int64_t key_width, value_width;
   float *packed_q, *packed_grad, *rows_q, *rows_grad, *scores, *grads, *slope, *bias_tile, *dq, *lse, *delta, *bend, *ones;
   float *convert_k, *convert_v;
-  bool plain, odd;
+  bool plain, odd, pairs;
+  uint32_t *pairs_q, *pairs_grad, *row_pairs_q, *row_pairs_grad, *grad_pairs;
+  uint16_t *short_weights, *short_grads;
   Ranges ranges;
   uint64_t bits[kTile];
 
@@ -86,6 +88,14 @@ struct Gradient {
     dq = arena.take<float>(call.head_dim * lanes);
     lse = arena.take<float>(lanes), delta = arena.take<float>(lanes), bend = arena.take<float>(lanes);
     ones = arena.take<float>(lanes);
+    pairs = work.packed_k != nullptr;
+    pairs_q = arena.take<uint32_t>(pairs ? call.head_dim / 2 * lanes : 0);
+    pairs_grad = arena.take<uint32_t>(pairs ? call.value_dim / 2 * lanes : 0);
+    row_pairs_q = arena.take<uint32_t>(pairs ? key_width * lanes / 2 : 0);
+    row_pairs_grad = arena.take<uint32_t>(pairs ? value_width * lanes / 2 : 0);
+    grad_pairs = arena.take<uint32_t>(pairs ? kTile / 2 * lanes : 0);
+    short_weights = arena.take<uint16_t>(pairs ? kTile * lanes : 0);
+    short_grads = arena.take<uint16_t>(pairs ? kTile * lanes : 0);
     convert_k = arena.take<float>(kTile * call.head_dim), convert_v = arena.take<float>(kTile * call.value_dim);
   }
 
@@ -101,13 +111,31 @@ struct Gradient {
         if (call.type == Type::f32) std::memcpy(row, from, sizeof(float) * width);
         else to_float((const uint16_t*)from, width, call.type, row);
       }
-      for (int64_t i = 0; i < width; ++i) packed[i * lanes + lane] = row[i];
+      for (int64_t i = 0; !pairs && i < width; ++i) packed[i * lanes + lane] = row[i];
+    }
+  }
+
+  // The rows of bf16 numbers as pairs of features, by lane, and as pairs of queries, by feature.
+  void pair_rows(const float* rows, int64_t width, int64_t padded_width, uint32_t* by_feature, uint32_t* by_query) {
+    const auto* bits = (const uint32_t*)rows;
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const uint32_t* row = bits + lane * padded_width;
+      for (int64_t i = 0; i < width / 2; ++i)
+        by_feature[i * lanes + lane] = row[2 * i] >> 16 | (row[2 * i + 1] & 0xffff0000);
+    }
+    for (int64_t q = 0; q < lanes / 2; ++q) {
+      const uint32_t *low = bits + 2 * q * padded_width, *high = low + padded_width;
+      for (int64_t i = 0; i < padded_width; ++i) by_query[q * padded_width + i] = low[i] >> 16 | (high[i] & 0xffff0000);
     }
   }
 
   void load_block() {
     load_rows(call.q, call.head_dim, key_width, rows_q, packed_q);
     load_rows(work.grad_out, call.value_dim, value_width, rows_grad, packed_grad);
+    if (pairs) {
+      pair_rows(rows_q, call.head_dim, key_width, pairs_q, row_pairs_q);
+      pair_rows(rows_grad, call.value_dim, value_width, pairs_grad, row_pairs_grad);
+    }
     odd = !all_finite<W>({rows_q, key_width}, lanes, key_width) || !all_finite<W>({rows_grad, value_width}, lanes, value_width);
     std::memset(dq, 0, sizeof(float) * call.head_dim * lanes);
     for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -162,26 +190,79 @@ struct Gradient {
 
   void tile(int64_t from, int64_t n, Tile kind) {
     const bool masked = kind == Tile::partial;
-    const Rows k = float_rows(call.k, call.type, batch, source_head, from, n, call.head_dim, convert_k);
-    const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert_v);
-    dot_tile<Single, W>(k.data, k.stride, n, packed_q, call.head_dim, scores);
+    dot_sources(call.k, call.head_dim, packed_q, pairs_q, convert_k, from, n, scores);
     if (!plain || masked) edit<W>(call, scores, n, bias_tile, masked ? bits : nullptr, call.softcap != 0 ? slope : nullptr);
-    dot_tile<Single, W>(v.data, v.stride, n, packed_grad, call.value_dim, grads);
+    dot_sources(call.v, call.value_dim, packed_grad, pairs_grad, convert_v, from, n, grads);
     differentiate(n, masked);
-    if (masked && !all_finite<W>(k, n, call.head_dim))
-      mix_selected<W>(k.data, k.stride, n, grads, bits, ones, call.head_dim, dq);
-    else
-      mix_tile<Single, W>(k.data, k.stride, n, grads, ones, call.head_dim, dq);
+    if (pairs) round_tile(n);
+    add_to_dq(from, n, masked);
     const int64_t row = (batch * call.source_head + source_head) * call.source + from;
-    float *dk = work.dk + row * key_width, *dv = work.dv + row * value_width;
-    if (odd) {
-      outer_selected(scores, lanes, n, rows_grad, count, value_width, dv);
-      outer_selected(grads, lanes, n, rows_q, count, key_width, dk);
-    } else {
-      outer_tile<Single>(scores, lanes, n, rows_grad, count, value_width, dv);
-      outer_tile<Single>(grads, lanes, n, rows_q, count, key_width, dk);
-    }
+    add_to_sources(scores, short_weights, rows_grad, row_pairs_grad, n, value_width, work.dv + row * value_width);
+    add_to_sources(grads, short_grads, rows_q, row_pairs_q, n, key_width, work.dk + row * key_width);
   }
+
+  void add_to_dq(int64_t from, int64_t n, bool masked) {
+    if (pairs && !masked) return mix_pairs_of(from, n);
+    const Rows k = key_rows(from, n);
+    const bool selected = masked && !all_finite<W>(k, n, call.head_dim);
+    if (pairs && !selected) return mix_pairs_of(from, n);
+    if (selected) mix_selected<W>(k.data, k.stride, n, grads, bits, ones, call.head_dim, dq);
+    else mix_tile<Single, W>(k.data, k.stride, n, grads, ones, call.head_dim, dq);
+  }
+
+  Rows key_rows(int64_t from, int64_t n) {
+    return float_rows(call.k, call.type, batch, source_head, from, n, call.head_dim, convert_k);
+  }
+
+#ifdef CLEARHEAD_DOTS
+  void dot_sources(const View& view, int64_t width, const float* packed, const uint32_t* packed_pairs, float* convert,
+                   int64_t from, int64_t n, float* result) {
+    if (pairs) {
+      const auto* rows = (const uint16_t*)at(view, call.type, batch, source_head, from);
+      return dot_tile<Pair, W>(rows, view.position, n, packed_pairs, width / 2, result);
+    }
+    const Rows rows = float_rows(view, call.type, batch, source_head, from, n, width, convert);
+    dot_tile<Single, W>(rows.data, rows.stride, n, packed, width, result);
+  }
+
+  // The tile's weights and gradients in bf16, by query; the gradients also as pairs of sources.
+  void round_tile(int64_t n) {
+    for (int64_t i = 0; i < n * W; ++i) {
+      Vec::store_bf16(short_weights + i * N, Vec::load(scores + i * N));
+      Vec::store_bf16(short_grads + i * N, Vec::load(grads + i * N));
+    }
+    for (int64_t s = 0; s < n; s += 2)
+      for (int j = 0; j < W; ++j)
+        Vec::store_pair(grad_pairs + (s / 2 * W + j) * N, Vec::load(grads + (s * W + j) * N),
+                        s + 1 < n ? Vec::load(grads + ((s + 1) * W + j) * N) : Vec::zero());
+  }
+
+  void mix_pairs_of(int64_t from, int64_t n) {
+    const int64_t row = (batch * call.source_head + source_head) * ((call.source + 1) / 2) + from / 2;
+    const auto* k = (const uint16_t*)(work.packed_k + row * call.head_dim);
+    mix_tile<Pair, W>(k, 2 * call.head_dim, (n + 1) / 2, grad_pairs, ones, call.head_dim, dq);
+  }
+
+  void add_to_sources(const float* weights, const uint16_t* short_form, const float* rows, const uint32_t* row_pairs,
+                      int64_t n, int64_t width, float* to) {
+    if (odd) return outer_selected(weights, lanes, n, rows, count, width, to);
+    if (pairs) return outer_tile<Pair>(short_form, lanes, n, row_pairs, (count + 1) / 2, width, to);
+    outer_tile<Single>(weights, lanes, n, rows, count, width, to);
+  }
+#else
+  void dot_sources(const View& view, int64_t width, const float* packed, const uint32_t*, float* convert, int64_t from,
+                   int64_t n, float* result) {
+    const Rows rows = float_rows(view, call.type, batch, source_head, from, n, width, convert);
+    dot_tile<Single, W>(rows.data, rows.stride, n, packed, width, result);
+  }
+  void round_tile(int64_t) {}
+  void mix_pairs_of(int64_t, int64_t) {}
+  void add_to_sources(const float* weights, const uint16_t*, const float* rows, const uint32_t*, int64_t n,
+                      int64_t width, float* to) {
+    if (odd) return outer_selected(weights, lanes, n, rows, count, width, to);
+    outer_tile<Single>(weights, lanes, n, rows, count, width, to);
+  }
+#endif
 
   void add_dq() {
     const int64_t base = ((slot * call.batch + batch) * call.head + head) * call.query + first;

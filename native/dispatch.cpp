@@ -137,14 +137,21 @@ bool reads_more(const Forward& call) {
   return call.entropy || call.top || call.distance || call.mass || call.rows || call.received || call.cell_sum;
 }
 
+// K or V with neighbouring sources side by side; null where memory ran out.
+std::unique_ptr<uint32_t[]> pack(const Kernel& kernel, const Forward& call, const View& view, int64_t width, int threads) {
+  const int64_t heads = call.batch * call.source_head;
+  const int64_t size = heads * ((call.source + 1) / 2) * width;
+  std::unique_ptr<uint32_t[]> packed(new (std::nothrow) uint32_t[(size_t)size + 1]);
+  auto item = [&](int64_t i, char*) { kernel.pack_sources(call, view, width, i, packed.get()); };
+  if (packed && !spread(heads, threads, 64, item)) packed.reset();
+  return packed;
+}
+
 bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
   std::unique_ptr<uint32_t[]> packed;
   if (kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0) {
-    const int64_t heads = call.batch * call.source_head;
-    const int64_t size = heads * ((call.source + 1) / 2) * call.value_dim;
-    packed.reset(new (std::nothrow) uint32_t[(size_t)size + 1]);
+    packed = pack(kernel, call, call.v, call.value_dim, threads);
     if (!packed) return false;
-    if (!spread(heads, threads, 64, [&](int64_t i, char*) { kernel.pack_values(call, i, packed.get()); })) return false;
     call.packed_v = packed.get();
   }
   const int64_t blocks = (call.query + kernel.block - 1) / kernel.block;
@@ -166,10 +173,16 @@ bool forward(const Kernel& kernel, Forward& call, int threads) {
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 
-bool backward(const Kernel& kernel, const Backward& work, int threads) {
+bool backward(const Kernel& kernel, Backward& work, int threads) {
   const Forward& call = work.forward;
-  const double size = 2.5 * call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
-  return spread(call.batch * call.source_head * work.slots, threads_for(size, threads), kernel.backward_scratch(work),
+  threads = threads_for(2.5 * call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim), threads);
+  std::unique_ptr<uint32_t[]> packed;
+  if (kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0 && call.value_dim % 2 == 0) {
+    packed = pack(kernel, call, call.k, call.head_dim, threads);
+    if (!packed) return false;
+    work.packed_k = packed.get();
+  }
+  return spread(call.batch * call.source_head * work.slots, threads, kernel.backward_scratch(work),
                 [&](int64_t i, char* memory) { kernel.backward(work, i, memory); });
 }
 

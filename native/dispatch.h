@@ -20,6 +20,6 @@ bool choose(const std::string& name);
 // False where memory ran out.
 bool forward(const Kernel& kernel, Forward& call, int threads);
 
-bool backward(const Kernel& kernel, const Backward& work, int threads);
+bool backward(const Kernel& kernel, Backward& work, int threads);
 
 }  // namespace clearhead

@@ -63,7 +63,7 @@ struct Forward {
   float* cell_sum;        // (slots, batch, head, query_cells, source_cells)
   float* cell_max;
 
-  const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_values
+  const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_sources
 };
 
 // Gradients of one call, all in fp32: dq is (slots, batch, head, query, head_dim), dk and dv are
@@ -76,6 +76,7 @@ struct Backward {
   const float* shift;
   const float* bend;
   float *dq, *dk, *dv;
+  const uint32_t* packed_k;  // as packed_v, where bf16 dot products are used
   int64_t slots;    // the tiles of sources are dealt out over so many work items a source head
 };
 
@@ -87,7 +88,7 @@ struct Kernel {
   int64_t block;  // queries a block
   size_t (*forward_scratch)(const Forward&);
   void (*forward)(const Forward&, int64_t item, char* scratch);
-  void (*pack_values)(const Forward&, int64_t item, uint32_t* packed);
+  void (*pack_sources)(const Forward&, const View&, int64_t width, int64_t item, uint32_t* packed);
   bool (*is_few)(const Forward&);
   int64_t (*few_chunks)(const Forward&);
   int64_t (*few_partial)(const Forward&);  // floats of partial results

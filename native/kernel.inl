@@ -14,7 +14,7 @@ const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_ISA::kMaxLanes,
     CLEARHEAD_ISA::forward_scratch,
     CLEARHEAD_ISA::forward_item,
-    CLEARHEAD_ISA::pack_values,
+    CLEARHEAD_ISA::pack_sources,
     CLEARHEAD_ISA::is_few,
     CLEARHEAD_ISA::few_chunks,
     CLEARHEAD_ISA::few_partial,
