@@ -19,12 +19,13 @@ from clearhead.attention import attend
 if TYPE_CHECKING:
     from clearhead import models
     from clearhead.auditing import assert_causal, audit
+    from clearhead.cutting import ablate, head_importance, knockout, zero_weights
     from clearhead.multihead import MultiheadAttention, convert
     from clearhead.watching import estimate, watch
 
 __version__ = "0.1.0"
 
-# In the order of the flow: block, weigh, layers, look into a model, prove.
+# In the order of the flow: block, weigh, layers, look into a model, cut, prove.
 __all__ = [  # noqa: RUF022
     "masks",
     "readings",
@@ -33,6 +34,10 @@ __all__ = [  # noqa: RUF022
     "convert",
     "watch",
     "estimate",
+    "knockout",
+    "ablate",
+    "zero_weights",
+    "head_importance",
     "audit",
     "assert_causal",
     "models",
@@ -43,6 +48,10 @@ _HOMES = {
     "convert": "multihead",
     "watch": "watching",
     "estimate": "watching",
+    "knockout": "cutting",
+    "ablate": "cutting",
+    "zero_weights": "cutting",
+    "head_importance": "cutting",
     "audit": "auditing",
     "assert_causal": "auditing",
     "models": "models",

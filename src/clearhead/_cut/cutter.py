@@ -1,0 +1,299 @@
+"""The handler that cuts: it follows a model's attention calls and answers other contexts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead import masks
+from clearhead._cut import edits
+from clearhead._cut.choosing import Chosen
+from clearhead._impl.problem import Sizes
+from clearhead._watch import hub, look
+from clearhead._watch.call import Call
+from clearhead._watch.intercept import Handler, Interceptor
+from clearhead._watch.modules import Modules
+from clearhead.masks import Mask
+from clearhead.watching import _eager, _nothing, _watchable
+
+__all__ = ["Cut", "Cutter", "Edges", "Place", "Weights", "cutting", "running"]
+
+# Rows of the first call of a layer that are made again, and how far they may be off.
+_SAMPLED = 4
+_SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call stands in the whole sequence: the positions of its first query and source."""
+
+    query: int
+    source: int
+    generating: bool
+
+    def edges(self, edges: Mask, call: Call) -> Mask:
+        """Give the edges, which are said in positions of the whole sequence, for this call."""
+        batch, heads, query, source = call.sizes
+        if self.query == self.source == 0 and not self.generating:
+            return edges
+        if call.kind == "cross":
+            last, width = self.query + query, source
+        else:
+            last = width = max(self.query + query, self.source + source)
+        # Positions past the sizes that the edges were made for are cut nowhere.
+        own = edges.own
+        last, width = own.query or last, own.source or width
+        device = call.value.device if call.value is not None else None
+        rows = torch.arange(self.query, self.query + query, device=device)
+        columns = torch.arange(self.source, self.source + source, device=device)
+        inside = (rows < last)[:, None] & (columns < width)
+        sizes = Sizes(last, width, batch, heads)
+        tile = edges.tile(rows.clamp(max=last - 1), columns.clamp(max=width - 1), sizes)
+        return masks.dense(tile & inside)
+
+
+class Cut:
+    """One thing that is done to some heads, in the whole batch or in some samples of it."""
+
+    reason = "the outputs of the heads are what they were before"
+
+    def __init__(self, chosen: Chosen, samples: slice = slice(None)) -> None:
+        self.chosen = chosen
+        self.samples = samples
+        self.moved: dict[tuple[int, int], float] = {}
+
+    def context(self, context: Tensor, call: Call, heads: list[int], place: Place) -> Tensor:
+        """Answer another context; a cut of edges is asked for `edges` instead."""
+        return context
+
+    def edges(self, call: Call, heads: list[int]) -> Mask:
+        """Give the edges that are cut."""
+        raise NotImplementedError
+
+
+class Cutter(Handler):
+    """Cuts, in every attention call of a model, what its cuts ask for."""
+
+    def __init__(self, seen: Modules) -> None:
+        self.seen = seen
+        self.model = seen.model
+        self.cuts: list[Cut] = []
+        self.modules: dict[int, str] = {}
+        self.totals: dict[int, int] = {}
+        self.notes: list[str] = []
+        self.slices = [slice(None)]
+        self._checked: set[int] = set()
+        self._generating = False
+        self._covered: dict[tuple[str, str], int] = {}
+
+    def after(self, call: Call, context: Tensor) -> Tensor | None:
+        """Answer the context with what was cut, or None where nothing of this call is."""
+        self.modules[call.layer], self.totals[call.layer] = call.module, call.sizes[1]
+        place = self._place(call)
+        with torch.autocast(context.device.type, enabled=False):
+            changed = context
+            for samples in self.slices:
+                for cuts, heads in self._groups(call, samples):
+                    part, own = edits.narrow(call, samples, heads), context[samples][:, heads]
+                    self._check(cuts, part, own)
+                    new = _made_again(cuts, part, own, heads, place)
+                    changed = context.clone() if changed is context else changed
+                    rows = range(*samples.indices(len(context)))
+                    changed[rows.start : rows.stop, heads] = new
+        return None if changed is context else changed
+
+    def _groups(self, call: Call, samples: slice) -> list[tuple[list[Cut], list[int]]]:
+        """Put the heads of a call together that the same cuts are made in."""
+        total = call.sizes[1]
+        cuts = [cut for cut in self.cuts if cut.samples in (slice(None), samples)]
+
+        def which(head: int) -> list[int]:
+            held = enumerate(cut.chosen.holds(call.layer, head, total) for cut in cuts)
+            return [number for number, holds in held if holds]
+
+        heads = sorted(range(total), key=which)
+        grouped = [(key, list(some)) for key, some in groupby(heads, key=which)]
+        return [([cuts[n] for n in key], some) for key, some in grouped if key]
+
+    def _check(self, cuts: list[Cut], call: Call, own: Tensor) -> None:
+        """Make sure, once for each layer, that the call is understood: edges can only then be cut."""
+        if call.layer in self._checked or not any(isinstance(cut, Edges) for cut in cuts):
+            return
+        self._checked.add(call.layer)
+        with torch.no_grad():
+            off = look.difference(call, own, range(min(own.shape[2], _SAMPLED)))
+            size = own.abs().nan_to_num(0.0).amax().item() if own.numel() else 0.0
+        if off is not None and off > _SLACK * torch.finfo(own.dtype).eps ** 0.5 * (1 + size):
+            where = f"layer {call.layer} ({call.module or 'the model'})"
+            raise RuntimeError(
+                f"{where}: its edges cannot be cut: between softmax and value it does more than "
+                f"mix; the context made again is off by {off:.2g}"
+            )
+
+    def _place(self, call: Call) -> Place:
+        _, _, query, source = call.sizes
+        if not self._generating:
+            start = source - query if call.kind == "self" and source > query else 0
+            return Place(start, 0, False)
+        key = (call.module, call.kind)
+        whole = query == source and call.kind == "self"
+        start = 0 if whole else self._covered.get(key, 0)
+        self._covered[key] = start + query
+        shift = 0 if call.kind == "cross" else max(start + query - source, 0)
+        return Place(start, shift, True)
+
+    @contextlib.contextmanager
+    def generating(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Count the positions of one `generate()` from its start."""
+        if self._generating:
+            yield
+            return
+        self._generating = True
+        self._covered.clear()
+        try:
+            yield
+        finally:
+            self._generating = False
+
+    def finish(self, name: str, cut: Cut) -> None:
+        """Raise where the cut reached nothing, or moved nothing."""
+        self.reached(name, cut)
+        if any(moved > 0 for moved in cut.moved.values()):
+            return
+        heads = sorted(cut.moved)
+        some = ", ".join(map(str, heads[:6])) + (", ..." if heads[6:] else "")
+        lines = [
+            f"{name}: the cut moved nothing",
+            f"  {cut.reason}",
+            f"  (layer, head) reached: {some}",
+        ]
+        raise RuntimeError("\n".join(lines + [f"  {note}" for note in self.notes]))
+
+    def reached(self, name: str, cut: Cut) -> None:
+        """Raise where no call was seen, or not the layers and heads that were chosen."""
+        if not self.totals:
+            raise RuntimeError(_nothing(self.seen, self.notes).replace("watch:", f"{name}:", 1))
+        cut.chosen.check(self.totals, self.modules)
+
+    def unseen(self, module: str, reason: str) -> None:
+        """Note an attention that cannot be cut."""
+        self.notes.append(f"{module or 'the model'}: not seen, {reason}")
+
+
+def _made_again(cuts: list[Cut], call: Call, own: Tensor, heads: list[int], place: Place) -> Tensor:
+    """Give the context after all cuts, and let each cut know how far it moved it."""
+    context = own
+    for number, cut in enumerate(cuts):
+        before, context = context, _cut(cuts[: number + 1], call, own, heads, place)
+        with torch.no_grad():
+            moved = (context - before).abs().nan_to_num(0.0).amax((0, 2, 3)).float()
+            size = own.abs().nan_to_num(0.0).amax()
+            if isinstance(cut, Edges) and 0 < moved.max() < 1e-3 * size:
+                # This may be rounding alone: it counts where there was weight to cut.
+                there = place.edges(cut.edges(call, heads), call)
+                moved = moved * (edits.weight_on(call, there).amax((0, 2)) > 0)
+        for head, value in zip(heads, moved.tolist(), strict=True):
+            key = (call.layer, head)
+            cut.moved[key] = max(cut.moved.get(key, 0.0), value)
+    return context
+
+
+def _cut(cuts: list[Cut], call: Call, own: Tensor, heads: list[int], place: Place) -> Tensor:
+    """Make the context of some heads again: first without edges, then weights, then outputs."""
+    taken, zeroed = (
+        [place.edges(cut.edges(call, heads), call) for cut in cuts if type(cut) is kind]
+        for kind in (Edges, Weights)
+    )
+    context = own
+    if taken or zeroed:
+        rows = edits.touched(call, _union(taken + zeroed))
+        part = edits.left(call, _union(taken)) if taken else call
+        new = edits.context_of(part, _union(zeroed) if zeroed else None)
+        context = torch.where(rows, new.to(own.dtype), own)
+    for cut in cuts:
+        context = cut.context(context, call, heads, place)
+    return context
+
+
+def _union(edges: list[Mask]) -> Mask:
+    union, *more = edges
+    for other in more:
+        union = union | other
+    return union
+
+
+class Edges(Cut):
+    """A cut of edges before the softmax."""
+
+    reason = "no weight lies on these edges in the chosen heads, or they read values of zero"
+
+    def __init__(self, edges: Mask, chosen: Chosen, samples: slice = slice(None)) -> None:
+        super().__init__(chosen, samples)
+        self._edges = edges
+
+    def edges(self, call: Call, heads: list[int]) -> Mask:
+        """Give the edges that are cut, of these heads where they vary."""
+        own = self._edges.own.head
+        if own in (None, 1):
+            return self._edges
+        batch, _, query, source = call.sizes
+        query, source = self._edges.own.query or query, self._edges.own.source or source
+        dense = self._edges.dense(query, source, batch=batch, head=own)
+        return masks.dense(dense[:, heads])
+
+
+class Weights(Edges):
+    """A cut of weights after the softmax."""
+
+
+# The context of the cuts in a running block, by thread: inner blocks on the same model join it.
+_running = threading.local()
+
+
+def running(model: Any) -> Cutter | None:
+    """Give what cuts this model now, in this thread."""
+    for cutter in getattr(_running, "cutters", ()):
+        if cutter.model is model:
+            return cutter
+    return None
+
+
+@contextlib.contextmanager
+def cutting(model: Any, cuts: list[Cut], slices: list[slice] | None = None) -> Iterator[Cutter]:
+    """Cut inside the block; a block within a block adds its cuts to those of the outer one."""
+    model = _watchable(model)
+    outer = running(model)
+    with contextlib.ExitStack() as stack:
+        cutter = outer or stack.enter_context(_attached(model))
+        before = cutter.cuts, cutter.slices
+        cutter.cuts = [*cutter.cuts, *cuts]
+        cutter.slices = slices or cutter.slices
+        try:
+            yield cutter
+        finally:
+            cutter.cuts, cutter.slices = before
+
+
+@contextlib.contextmanager
+def _attached(model: Any) -> Iterator[Cutter]:
+    modules = Modules(model)
+    cutter = Cutter(modules)
+    modules.on_generate = cutter.generating
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_eager())
+        stack.enter_context(modules)
+        seer = Interceptor(cutter, modules)
+        stack.enter_context(hub.interface(seer))
+        stack.enter_context(seer)
+        _running.cutters = [*getattr(_running, "cutters", ()), cutter]
+        try:
+            yield cutter
+        finally:
+            _running.cutters = [other for other in _running.cutters if other is not cutter]
