@@ -20,6 +20,7 @@ from clearhead._audit.samples import audit_batch, document_ids
 from clearhead._audit.state import untouched
 from clearhead._audit.subject import read_inputs
 from clearhead._audit.trouble import look_for_trouble
+from clearhead._audit.weights import look_at_weights
 from clearhead.errors import type_error, value_error
 
 if TYPE_CHECKING:
@@ -81,7 +82,11 @@ class Audit:
             look_for_trouble(runner, report)
             suspects = suspicious(runner, ~edges, report, budget)
             judge(runner, suspects, ~edges, report, float64=float64)
+            restore()
+            layer = _edges(allowed, read.positions, read.batch, 1)
+            report.notes += look_at_weights(model, read, layer)
         report.trouble += sorted({f"fails on changed inputs: {text}" for text in runner.failures})
+        report.covered *= not runner.noisy
         report.forwards = runner.forwards
         if not report.pairs:
             report.notes.append("nothing is forbidden at this size, so nothing could leak")

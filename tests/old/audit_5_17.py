@@ -35,9 +35,10 @@ PLACES = {
 SOUND: dict[str, dict[str, Any]] = {
     "Llama": SMALL, "Qwen2": SMALL, "Qwen3": SMALL, "Gemma": SMALL, "Phi": SMALL, "Phi3": SMALL,
     "Mistral": SMALL | dict(sliding_window=4), "Gemma2": SMALL | dict(sliding_window=4),
-    "GPT2": OLD | dict(n_positions=64), "GPTNeoX": SMALL, "Bloom": SMALL | dict(n_layer=2, n_head=4),
+    "GPT2": OLD | dict(n_positions=64), "Bloom": SMALL | dict(n_layer=2, n_head=4),
     "OPT": SMALL | dict(ffn_dim=48, word_embed_proj_dim=32), "Olmo2": SMALL, "Cohere": SMALL,
-    "Granite": SMALL, "StableLm": SMALL, "Mixtral": SMALL | dict(num_local_experts=4),
+    "Granite": SMALL, "GPTNeoX": SMALL,
+    "StableLm": SMALL, "Mixtral": SMALL | dict(num_local_experts=4),
     "Qwen3Moe": SMALL | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -38,11 +38,9 @@ def _choices(model: object, inputs: Inputs, leaf: Leaf, vocab: int | None) -> Te
         if embedding is not None:
             vocab = embedding.num_embeddings
             special.add(embedding.padding_idx)
-    if vocab is None:
-        choices = ids.unique().cpu()  # only what is surely a token: the positions swap theirs
-    else:
-        # Fewer tokens than a large vocabulary has are plenty to choose from.
-        choices = torch.arange(min(vocab, 50_000))
+    # Of an unknown vocabulary only what is there is surely a token: the positions swap theirs.
+    # Of a large one some are plenty to choose from.
+    choices = ids.unique().cpu() if vocab is None else torch.arange(min(vocab, 50_000))
     kept = torch.tensor([c for c in choices.tolist() if c not in special], dtype=torch.long)
     choices = kept if len(kept) > 1 else choices
     if len(choices) < 2:

@@ -20,7 +20,7 @@ __all__ = ["Suspect", "judge", "probe", "suspicious"]
 
 # So many outputs are narrowed down to their source; the report counts the others.
 MOST_NARROWED = 8
-# Multiplications from which proving part by part is tried, and runs to look for a leak it points at.
+# From so many multiplications on a proof part by part is tried; runs for a leak it points at.
 LONG, SOME_RUNS = 2e10, 16
 
 

@@ -1,7 +1,8 @@
 """Prove a large model part by part, in the time of a few forwards instead of one per position.
 
 A black box needs as many runs as there are positions (see `plan`). A model whose only way between
-positions is `F.scaled_dot_product_attention` needs far fewer, because its parts can be tested apart:
+positions is `F.scaled_dot_product_attention` (or `attend`) needs far fewer, because its parts can
+be tested apart:
 
 1. Two ordinary runs, of the inputs and of other content, keep what enters and leaves every
    `F.linear`, `torch.addmm` and `F.scaled_dot_product_attention`.
@@ -73,7 +74,7 @@ def reach(runner: Runner) -> Tensor:
             for old, new, result in zip(before, after, results, strict=True):
                 _expect(result.rows, torch.where(sources[..., None], new.rows, old.rows))
         edges = [
-            old if old is None else old | call.edges
+            None if old is None or call.edges is None else old | call.edges
             for old, call in zip(edges, other.calls, strict=True)
         ]
     for step in edges:
@@ -108,7 +109,7 @@ class _Keep(TorchFunctionMode):
 
 
 class _Mix(TorchFunctionMode):
-    """Stand in for the kept calls: rows at `sources` from the other run, the rest from the plain."""
+    """Stand in for the kept calls: rows at `sources` of the other run, else of the plain one."""
 
     def __init__(self, inputs: Inputs, plain: list[Call], other: list[Call], sources: Tensor):
         super().__init__()

@@ -20,14 +20,14 @@ MOST_WEIGHED = 400
 
 
 class Probe(NamedTuple):
-    """Change the inputs at `sources`; the outputs at `queries` must stay. Both bool, (position,)."""
+    """Change the inputs at `sources`; the outputs at `queries` must stay. Both are bool."""
 
     sources: np.ndarray
     queries: np.ndarray
 
 
 def make_plan(forbidden: np.ndarray) -> list[Probe]:
-    """List probes, the most telling first, that together cover each forbidden pair (query, source)."""
+    """List probes, the most telling first, that cover each forbidden pair (query, source)."""
     rows = np.unique(forbidden[forbidden.any(1)], axis=0)
     allowed = (~forbidden).astype(np.float32)
     if not len(rows):

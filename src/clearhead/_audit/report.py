@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """The outcome of an audit: `ok`, `findings`, `covered`, `trouble`, `notes`; its text is `str()`."""
+    """The outcome of an audit: `ok`, `findings`, `covered`, `notes`; its text is `str()`."""
 
     subject: str
     question: str

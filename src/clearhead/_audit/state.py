@@ -100,7 +100,7 @@ def _refill(live: dict[str, Any], name: str, copy: Any) -> None:
         live[name] = copy.copy()
     elif isinstance(value, list):
         value[:] = copy
-    else:
+    elif isinstance(value, dict | set):
         value.clear()
         value.update(copy)
 

@@ -135,10 +135,10 @@ def read_inputs(inputs: Any, *, axis: int | None, change: Sequence[int | str] | 
 def _content_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
     if args:
         tensors = [n for n, value in enumerate(args) if isinstance(value, Tensor) and value.ndim]
-        return [n for n in tensors if args[n].dtype != torch.bool][:1]
+        return [*[n for n in tensors if args[n].dtype != torch.bool][:1]]
     if isinstance(kwargs.get("decoder_input_ids"), Tensor):
         return ["decoder_input_ids"]
-    keys = [
+    keys: list[int | str] = [
         name
         for name, value in kwargs.items()
         if isinstance(value, Tensor)
@@ -148,7 +148,9 @@ def _content_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | s
         and name not in _NOT_CONTENT
         and not name.startswith("cache")
     ]
-    ids = [name for name in keys if name in ("input_ids", "tokens", "ids", "inputs_embeds")]
+    ids: list[int | str] = [
+        name for name in keys if name in ("input_ids", "tokens", "ids", "inputs_embeds")
+    ]
     return ids + [name for name in keys if name not in ids]
 
 
@@ -166,10 +168,8 @@ def _leaf(key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: i
     if not -value.ndim <= axis < value.ndim:
         raise value_error("axis", f"must be an axis of {key!r}", got=axis, shapes={"it": value})
     axis %= value.ndim
-    if axis:
-        batch_axis = 0
-    else:
-        batch_axis = 1 if value.ndim > (1 if tokens else 2) else None
+    behind = 1 if value.ndim > (1 if tokens else 2) else None
+    batch_axis = 0 if axis else behind
     return Leaf(key, axis, batch_axis, tokens)
 
 
