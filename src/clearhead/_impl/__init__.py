@@ -13,7 +13,7 @@ __all__ = ["IMPLEMENTATIONS", "available", "choose"]
 
 # First choice first. They do not know each other: one that does a part hands on the rest.
 IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, tiled, reference)
-native.rest = tiled
+native.rest, native.spec = tiled, reference
 
 
 def choose(problem: Problem, read: tuple[Reading, ...], impl: str | None) -> ModuleType:

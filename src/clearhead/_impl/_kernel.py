@@ -69,10 +69,12 @@ def four(x: Tensor) -> Tensor:
 class Inputs:
     """The tensors of a problem as the kernel reads them; they live as long as the call."""
 
-    def __init__(self, problem: Problem):
+    def __init__(
+        self, problem: Problem, ranges: Ranges | None = None, edges: Tensor | None = None
+    ):
         self.problem = problem
         self.query, self.key, self.value = map(four, (problem.query, problem.key, problem.value))
-        self.ranges = self.edges = self.bias = self.sinks = None
+        self.ranges, self.edges, self.bias, self.sinks = ranges, edges, None, None
         if problem.mask is not None:
             self.ranges = ranges_of(problem.mask, problem)
         if problem.bias is not None:
@@ -110,6 +112,7 @@ class Inputs:
             call.set_ranges(start.data_ptr() + at, stop.data_ptr() + at, *self.ranges.strides())
         elif self.problem.mask is not None:
             self.edges = self.write_out(self.problem.mask, part or range(q.shape[2]))
+        if self.edges is not None:
             call.set_edges(self.edges.data_ptr(), steps(self.edges))
         if part is not None:
             call.set_part(part.start, self.query.shape[2])
@@ -267,10 +270,9 @@ ONCE = {readings.Mass, readings.BlockMap}
 
 
 def forward(
-    problem: Problem, read: tuple[Reading, ...] = (), lse: bool = False
-) -> tuple[Tensor, Results | None, Inputs]:
+    inputs: Inputs, read: tuple[Reading, ...] = (), lse: bool = False
+) -> tuple[Tensor, Results | None]:
     """Run the kernel: the context, (batch, head, query, value_dim), and what else was asked for."""
-    inputs = Inputs(problem)
     q = inputs.query
     out = torch.empty(*q.shape[:3], inputs.value.shape[3], dtype=q.dtype)
     results = Results(inputs, read, lse) if read or lse else None
@@ -282,7 +284,7 @@ def forward(
         if results is not None:
             results.ask(call, part)
         call.run(0)
-    return out, results, inputs
+    return out, results
 
 
 def context(problem: Problem) -> Tensor:
@@ -293,7 +295,7 @@ def context(problem: Problem) -> Tensor:
     plain = problem.bias is None and problem.sinks is None and problem.softcap is None
     side_by_side = q_steps[3] == k_steps[3] == v_steps[3] == 1
     if not plain or not side_by_side or (mask is not None and ranges is None):
-        return forward(problem)[0]
+        return forward(Inputs(problem))[0]
     width = v.shape[3]
     out = q.new_empty((*shape[:3], width)) if width != shape[3] else torch.empty_like(q, memory_format=torch.contiguous_format)
     call = _native.Forward(

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from clearhead import readings
-from clearhead._impl import _kernel
+from clearhead._impl import _kernel, _traced
 from clearhead._impl.problem import Problem, watchers
 from clearhead.readings import Reading
 
 NAME = "native"
-# The implementation that gives what the kernel has not; the chooser sets it.
+# The implementations that give what the kernel has not, in eager calls and in traced ones; the
+# chooser sets them.
 rest: Any = None
+spec: Any = None
 
 NOT_BUILT = "no C++ compiler was found when clearhead was installed"
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -37,7 +39,8 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
     """Say why the kernel cannot serve the call."""
     if _kernel._native is None:
         return [f"the compiled kernel is not there: {NOT_BUILT}"]
-    reasons = watchers()
+    tracing = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    reasons = [] if tracing else watchers()
     query, key, value = problem.query, problem.key, problem.value
     if not query.is_cpu:
         reasons.append(f"the inputs are on {query.device}, not on the CPU")
@@ -51,6 +54,8 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         reasons.append("an axis has no elements")
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         reasons.append("an input is a tensor subclass")
+    if tracing and problem.bias is not None and problem.bias.requires_grad:
+        reasons.append("the gradient of a bias is wanted in a traced call")
     for extra in (problem.bias, problem.sinks):
         if extra is not None and type(extra) not in PLAIN:
             reasons.append("bias or sinks are a tensor subclass")
@@ -59,6 +64,8 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
 
 def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
     """Return the context and the values of the readings."""
+    if torch.compiler.is_compiling():
+        return _traced.attend(problem, read, spec)
     if not (torch.is_grad_enabled() and _requires_grad(problem)):
         if not read and problem.query.ndim == 4:
             return _kernel.context(problem), []
@@ -80,7 +87,8 @@ def _inputs(problem: Problem) -> tuple[Tensor | None, ...]:
 
 def _forward(problem: Problem, read: tuple[Reading, ...], lse: bool = False) -> tuple[Any, list[Any], Any, Any]:
     taken = _kernel.native_readings(problem, read) if read else ()
-    out, results, inputs = _kernel.forward(problem, taken, lse)
+    inputs = _kernel.Inputs(problem)
+    out, results = _kernel.forward(inputs, taken, lse)
     shape = problem.query.shape
     context = out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
     if not read:

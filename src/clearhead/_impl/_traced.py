@@ -1,0 +1,114 @@
+"""The compiled kernel as an operator that torch.compile keeps whole in its graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead import readings
+from clearhead._impl import _kernel
+from clearhead._impl.problem import Problem
+from clearhead.readings import Reading
+
+
+def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tensor, list[Any]]:
+    """Trace the call: one operator for the context, plain operations (`spec`) for the readings."""
+    query, shape = _four(problem.query), problem.query.shape
+    start, stop, edges = _edges(problem)
+    bias = None if problem.bias is None else _bias(problem, query)
+    context, lse = torch.ops.clearhead.attend(
+        query, _four(problem.key), _four(problem.value), start, stop, edges, bias, problem.sinks,
+        problem.scale, problem.softcap,
+    )  # fmt: skip
+    others = tuple(r for r in read if type(r) is not readings.LogSumExp)
+    found = dict(zip(others, spec.attend(problem, others)[1], strict=True)) if others else {}
+    values = [found[r] if r in found else lse.reshape(shape[:-1]) for r in read]
+    return context.reshape(*shape[:-1], context.shape[-1]), values
+
+
+def _four(x: Tensor) -> Tensor:
+    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def _bias(problem: Problem, query: Tensor) -> Tensor:
+    whole = problem.bias.expand(*problem.query.shape[:-1], problem.key.shape[-2])  # type: ignore[union-attr]
+    return whole.reshape(*query.shape[:3], -1)
+
+
+def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The mask as two numbers a row where it can be, else a bool for each edge."""
+    if problem.mask is None:
+        return None, None, None
+    sizes = problem.sizes
+    found = problem.mask.intervals(sizes.query, sizes.source)
+    if found is not None:
+        start, stop = (x if x.ndim == 3 else x[None, None] for x in found)
+        return start.to(torch.int32), stop.to(torch.int32), None
+    rows, columns = torch.arange(sizes.query), torch.arange(sizes.source)
+    edges = problem.mask.tile(rows, columns, sizes)
+    return None, None, edges if edges.ndim == 4 else edges[None, None]
+
+
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, start: Any, stop: Any, edges: Any, bias: Any, sinks: Any,
+    scale: float, softcap: float | None,
+) -> _kernel.Inputs:  # fmt: skip
+    ranges = None
+    if start is not None:
+        ranges = _kernel.Ranges(start.contiguous(), stop.contiguous())
+    return _kernel.Inputs(Problem(q, k, v, None, scale, bias, softcap, sinks), ranges, edges)
+
+
+@torch.library.custom_op("clearhead::attend", mutates_args=(), device_types="cpu")
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
+    edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
+    context, results = _kernel.forward(inputs, lse=True)
+    return context, results.lse
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lead = query.shape[:3]
+    return query.new_empty(*lead, value.shape[3]), query.new_empty(lead, dtype=torch.float32)
+
+
+@torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, start: Tensor | None, stop: Tensor | None, edges: Tensor | None,
+    bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
+    shift = (-grad_lse.float()).contiguous()
+    found = _kernel.backward(inputs, _kernel.four(context), lse.contiguous(), grad, shift, None)
+    return tuple(g.to(x.dtype).contiguous() for g, x in zip(found, (query, key, value), strict=True))  # type: ignore[return-value]
+
+
+@_backward.register_fake
+def _(grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> Any:
+    *tensors, context, lse = ctx.saved_tensors
+    found = torch.ops.clearhead.attend_backward(grad, grad_lse, context, lse, *tensors, ctx.scale, ctx.softcap)
+    sinks = None
+    if ctx.needs_input_grad[7]:
+        delta = (context.float() * grad.float()).sum(-1) - grad_lse
+        weight = (tensors[7].float()[:, None] - lse).exp()
+        sinks = (-(torch.where(weight.isfinite(), weight, 0) * delta).sum((0, 2))).to(tensors[7].dtype)
+    return *found, None, None, None, None, sinks, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
