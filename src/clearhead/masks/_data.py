@@ -369,11 +369,11 @@ class Where(Mask):
                 torch.where(within, x, x.flatten(-2).gather(-1, one)[..., None]) for x in (i, j)
             )
             # A sample without any edge borrows one from another sample.
-            flat = within.flatten().to(torch.uint8).argmax()
-            i, j = (torch.where(some, x, x.flatten()[flat]) for x in (i, j))
+            flat = within.flatten().to(torch.uint8).argmax()[None]
+            i, j = (torch.where(some, x, x.flatten().gather(0, flat)) for x in (i, j))
             return self._map(i, j, sizes, shared=False) & within
-        one = within.flatten().to(torch.uint8).argmax()
-        i, j = (torch.where(within, x, x.flatten()[one]) for x in (i, j))
+        one = within.flatten().to(torch.uint8).argmax()[None]
+        i, j = (torch.where(within, x, x.flatten().gather(0, one)) for x in (i, j))
         return _narrow(self._map(i, j, sizes, shared=True)) & within
 
     def _map(self, i: Tensor, j: Tensor, sizes: Sizes, *, shared: bool) -> Tensor:
