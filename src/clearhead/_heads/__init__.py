@@ -1,0 +1,1 @@
+"""What statistics per head are made of: moments that merge, batches, and the statistics."""

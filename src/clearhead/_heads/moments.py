@@ -1,0 +1,63 @@
+"""Count, mean and variance that merge: parts of a corpus add up to the whole, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moments"]
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """How many numbers there were, their mean, and the sum of squared distances from it.
+
+    >>> left = Moments.of(torch.tensor([1.0, 2.0]))
+    >>> both = left.merge(Moments.of(torch.tensor([6.0])))
+    >>> float(both.mean), float(both.variance)
+    (3.0, 4.666666666666667)
+
+    The parts merge by the update of Chan, Golub and LeVeque (1979, "Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances"), which subtracts no large sums. All three
+    have the same shape, one entry for each thing that is counted.
+    """
+
+    count: Tensor
+    mean: Tensor
+    spread: Tensor
+
+    @staticmethod
+    def of(values: Tensor, counted: Tensor | None = None) -> Moments:
+        """Reduce the last axis; values that are not counted may be anything."""
+        # On the CPU, as not every device has float64.
+        values = values.cpu().double()
+        counted = torch.ones((), dtype=torch.bool) if counted is None else counted.cpu()
+        values, counted = torch.broadcast_tensors(values, counted)
+        count = counted.sum(-1).double()
+        mean = torch.where(counted, values, 0).sum(-1) / count.clamp(min=1)
+        spread = torch.where(counted, values - mean.unsqueeze(-1), 0).square().sum(-1)
+        return Moments(count, mean, spread)
+
+    @staticmethod
+    def none(shape: tuple[int, ...]) -> Moments:
+        """Nothing counted yet."""
+        return Moments(*(torch.zeros(shape, dtype=torch.float64) for _ in range(3)))
+
+    @property
+    def variance(self) -> Tensor:
+        """The population variance; 0 where nothing was counted."""
+        return self.spread / self.count.clamp(min=1)
+
+    def merge(self, other: Moments) -> Moments:
+        """Put two parts together."""
+        count = self.count + other.count
+        share = other.count / count.clamp(min=1)
+        step = other.mean - self.mean
+        mean = torch.where(self.count == 0, other.mean, self.mean + step * share)
+        spread = self.spread + other.spread + step.square() * self.count * share
+        return Moments(count, torch.where(count == 0, 0, mean), spread)
+
+    def __getitem__(self, at: int | tuple[int, ...]) -> Moments:
+        return Moments(self.count[at], self.mean[at], self.spread[at])

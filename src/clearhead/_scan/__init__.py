@@ -1,0 +1,1 @@
+"""How a corpus becomes a table: records, sequences, batches, checkpoints, Parquet."""

@@ -1,0 +1,281 @@
+"""heads: what every attention head of a model does, over as much text as there is.
+
+>>> import torch
+>>> from clearhead import heads, models
+>>> survey = heads.measure(models.load(), models.load().vocabulary.encode("hell or shell"))
+>>> survey.mean("previous").shape  # (layer, head)
+torch.Size([4, 4])
+>>> float(survey.mean("previous").max()) > 0.9
+True
+
+`STATISTICS` holds the statistics by name: `help(heads.STATISTICS["induction"])` has formula, unit
+and paper. They are all aggregated by one rule:
+
+    the mean over all query rows that count. A row counts if its token is real (no padding), if it
+    may read at least one source, and, for a statistic that asks for certain edges (previous,
+    duplicate, induction, precursor), if it has at least one such edge.
+
+What has one value for a sequence (sink_rate, received, coverage, overlap) is the mean over the
+sequences. Variances are population variances over the same rows or sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from clearhead import masks
+from clearhead._heads.batch import Batch, PaddingIsRead
+from clearhead._heads.part import Layer, Part
+from clearhead._heads.rolling import Rollout, rollout
+from clearhead._heads.statistics import STATISTICS, Statistic, Values, readings_for
+from clearhead.errors import value_error
+from clearhead.readings import TopK
+from clearhead.watching import Record, watch
+
+__all__ = [
+    "STATISTICS",
+    "Rollout",
+    "Row",
+    "Statistic",
+    "Survey",
+    "groups",
+    "measure",
+    "rollout",
+]
+
+
+class Row(NamedTuple):
+    """One line of the table of all heads."""
+
+    layer: int  # number of the attention call in the model's forward
+    module: str
+    head: int
+    statistic: str
+    unit: str
+    count: int
+    mean: float
+    variance: float | None  # None for a number that is no mean
+
+
+def measure(
+    model: nn.Module,
+    tokens: Tensor | Iterable[Tensor],
+    *,
+    real: Tensor | None = None,
+) -> Survey:
+    """Take all statistics of every head, over one batch of tokens or many.
+
+    `tokens` is (batch, position) or (position,), or an iterable of such batches. `real`, for one
+    batch, is True for tokens and False for padding, which never counts.
+    """
+    survey = Survey(model)
+    if isinstance(tokens, Tensor):
+        survey.add(tokens, real)
+        return survey
+    if real is not None:
+        hint = "Survey(model).add(tokens, real) for each batch"
+        raise value_error("real", "goes with one batch of tokens", hint=hint)
+    for batch in tokens:
+        survey.add(batch)
+    return survey
+
+
+class Survey:
+    """The statistics of every head of a model, added up over any number of batches.
+
+    `layers` are the attention calls of the model's forward, in their order. Batches of any size,
+    padded or not, give the same numbers, as each sequence is counted by itself.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[Batch], Any] | None = None) -> None:
+        self.model = model
+        self.layers: list[Layer] = []
+        self.sequences = self.tokens = 0
+        self.notes: list[str] = []
+        self._run = run or (lambda batch: _forward(model, batch))
+        self._chosen: list[int] | None = None
+        self._looked = False
+
+    def add(self, tokens: Tensor, real: Tensor | None = None) -> None:
+        """Run the model on a batch and count what its heads do."""
+        batch = Batch(tokens, real)
+        self.count(batch, self.read(batch))
+
+    def read(self, batch: Batch) -> list[Part]:
+        """Run the model on a batch; give what it adds to each layer, and count nothing yet."""
+        if not batch.real.any():
+            return []
+        if not self._looked:
+            self._look(batch)
+        readings = readings_for(batch)
+        parts: list[Part] = []
+
+        def keep(record: Record) -> None:
+            values = Values(batch, dict(zip(readings, record.value, strict=True)))
+            _unread(values, record)
+            parts.append(Part.of(record.module, values))
+
+        read = tuple(readings.values())
+        with torch.no_grad(), watch(self.model, read=read, layers=self._chosen, on_call=keep):
+            self._run(batch)
+        if self.layers and len(parts) != len(self.layers):
+            rule = f"made {len(parts)} attention calls, and {len(self.layers)} before"
+            raise value_error("model", rule)
+        return parts
+
+    def count(self, batch: Batch, parts: list[Part]) -> None:
+        """Add up what `read` gave."""
+        numbers = [n for n in range(batch.sizes[0]) if batch.real[n].any()] if parts else []
+        layers = self.layers or [Layer.none(p.module, p.overlap.mean.shape[-1]) for p in parts]
+        for number in numbers:
+            layers = [a.merge(p.sequence(number)) for a, p in zip(layers, parts, strict=True)]
+        self.layers = layers
+        self.sequences += len(numbers)
+        self.tokens += int(batch.real.sum()) if parts else 0
+
+    def _look(self, batch: Batch) -> None:
+        """Find the calls in which every position may attend to every other one's source."""
+        longest = int(batch.real.sum(-1).argmax())
+        one = Batch(batch.tokens[longest][batch.real[longest]])
+        fits: dict[int, bool] = {}
+        with torch.no_grad(), watch(self.model, read=TopK(1)) as seen:
+            self._run(one)
+        for record in seen:
+            fit = record.kind == "self" and record.sizes[::2] == (1, one.sizes[1])
+            fit = fit and record.sizes[3] == one.sizes[1]
+            fits[record.layer] = fit and fits.get(record.layer, True)
+        self.notes += [note for note in seen.notes if note not in self.notes]
+        others = [layer for layer, fit in fits.items() if not fit]
+        if len(others) == len(fits):
+            rule = "has no self-attention over the positions of the tokens"
+            raise value_error("model", rule, got=repr(seen))
+        if others:
+            self._chosen = [layer for layer, fit in fits.items() if fit]
+            self.notes.append(
+                f"{len(others)} attention modules are left out: they are no self-attention over "
+                "the tokens' positions"
+            )
+        self._looked = True
+
+    def mean(self, statistic: str) -> Tensor:
+        """The means of one statistic, (layer, head); NaN where a layer has fewer heads."""
+        return self._each(statistic, lambda moments: moments.mean.where(moments.count > 0, torch.nan))
+
+    def variance(self, statistic: str) -> Tensor:
+        """The variances of one statistic, (layer, head)."""
+        return self._each(statistic, lambda moments: moments.variance)
+
+    def _each(self, statistic: str, of: Callable[[Any], Tensor]) -> Tensor:
+        if statistic not in STATISTICS:
+            raise value_error(
+                "statistic", "is not known", got=repr(statistic), hint=", ".join(STATISTICS)
+            )
+        at = list(STATISTICS).index(statistic)
+        rows = [of(layer.statistics[at]) for layer in self.layers]
+        most = max((len(row) for row in rows), default=0)
+        pad = torch.nn.functional.pad
+        return torch.stack([pad(row, (0, most - len(row)), value=torch.nan) for row in rows])
+
+    @property
+    def overlap(self) -> list[Tensor]:
+        """For each layer the mean cosine between the maps of its heads, (head, head)."""
+        return [layer.overlap.mean for layer in self.layers]
+
+    @property
+    def variability(self) -> list[Tensor]:
+        """For each layer, how much of each head's pattern depends on more than position, (head,).
+
+        1 - sum_ij m_ij^2 / sum_ij E[w_ij^2], where m is the mean map over the sequences: 0 is a
+        head that looks the same way whatever it reads, near 1 one whose pattern is all content. It
+        is measured among the first 16 positions of each sequence, and NaN before there are two
+        sequences. Vig and Belinkov (2019) define it with absolute deviations; squares need one
+        pass.
+        """
+        return [layer.variability() for layer in self.layers]
+
+    def rows(self) -> Iterator[Row]:
+        """All numbers as one table, also the overlaps ("overlap.3": with head 3)."""
+        for number, layer in enumerate(self.layers):
+            for head in range(layer.heads):
+                yield from self.rows_of(layer, number, head)
+                place = (number, layer.module, head)
+                for other in range(layer.heads):
+                    if other != head:
+                        pair = layer.overlap[head, other]
+                        yield _row(*place, f"overlap.{other}", "cosine", pair)
+                count = int(layer.corner.count[head].max())
+                variability = float(layer.variability()[head])
+                yield Row(*place, "variability", "share of the squares", count, variability, None)
+
+    @staticmethod
+    def rows_of(layer: Layer, number: int, head: int) -> Iterator[Row]:
+        """Give the rows of one head's own statistics."""
+        for at, statistic in enumerate(STATISTICS.values()):
+            moments = layer.statistics[at, head]
+            yield _row(number, layer.module, head, statistic.name, statistic.unit, moments)
+
+
+def _row(layer: int, module: str, head: int, name: str, unit: str, moments: Any) -> Row:
+    count = int(moments.count)
+    mean = float(moments.mean) if count else float("nan")
+    variance = float(moments.variance) if count else float("nan")
+    return Row(layer, module, head, name, unit, count, mean, variance)
+
+
+def groups(overlap: Tensor, threshold: float = 0.9) -> list[list[int]]:
+    """Group the heads of a layer that look alike: those with a cosine of at least `threshold`.
+
+    >>> overlap = torch.tensor([[1.0, 0.1, 0.95], [0.1, 1.0, 0.2], [0.95, 0.2, 1.0]])
+    >>> groups(overlap)
+    [[0, 2]]
+
+    A group holds all heads that a chain of such pairs connects; heads like no other are left out.
+    """
+    left, found = set(range(len(overlap))), []
+    while left:
+        group, fresh = set(), {min(left)}
+        while fresh:
+            group |= fresh
+            near = {j for i in fresh for j in left if overlap[i, j] >= threshold}
+            fresh = near - group
+        left -= group
+        if len(group) > 1:
+            found.append(sorted(group))
+    return found
+
+
+def _unread(values: Values, record: Record) -> None:
+    """Refuse a model in which real tokens attend to padding: its numbers would depend on it."""
+    if not values.batch.padded:
+        return
+    read = (values["padding"] * values.rows).amax()
+    if read > 0:
+        refusal = value_error(
+            "real",
+            f"the model attends to padding in {record.module or 'its attention'}",
+            got=f"a weight of {float(read):.2g}",
+            hint="give it sequences of equal length, or run=, which passes the model's own mask",
+        )
+        raise PaddingIsRead(str(refusal))
+
+
+def _forward(model: nn.Module, batch: Batch) -> Any:
+    """Call a model on tokens by the names that its forward has."""
+    names = inspect.signature(getattr(model, "forward", model)).parameters
+    if "input_ids" not in names:
+        if batch.padded and "mask" in names:
+            return model(batch.tokens, mask=masks.keep(batch.real))
+        return model(batch.tokens)
+    # What is not looked at need not be made: caches, and logits of all positions.
+    extra = {
+        "attention_mask": batch.real.long(),
+        "use_cache": False,
+        "logits_to_keep": 1,
+    }
+    wanted = {name: value for name, value in extra.items() if name in names}
+    return model(input_ids=batch.tokens, **wanted)
