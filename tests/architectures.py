@@ -151,6 +151,7 @@ def _modern(name: str, prefix: str, note: str = "", **options: Any) -> Architect
     return _decoder(name, model, config, note, **{**_MODERN, **options})
 
 
+# fmt: off
 DECODERS = [
     _modern("Llama", "Llama", "grouped heads"),
     _modern("Mistral", "Mistral", "sliding window", sliding_window=5),
@@ -171,11 +172,11 @@ DECODERS = [
     _modern(
         "Gemma 3", "Gemma3", "sliding layers", sliding_window=5, query_pre_attn_scalar=4,
         layer_types=["sliding_attention", "full_attention"], config="Gemma3TextConfig",
-    ),  # fmt: skip
+    ),
     _modern(
         "GPT-OSS", "GptOss", "sinks, sliding layers", sliding_window=5, num_local_experts=4,
         num_experts_per_tok=2, backends=("eager",),
-    ),  # fmt: skip
+    ),
     _modern("Phi", "Phi", num_key_value_heads=6),
     _modern("Phi-3", "Phi3", "fused projection", sliding_window=None),
     _modern("OLMo 2", "Olmo2"),
@@ -190,14 +191,15 @@ DECODERS = [
         kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=5, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=16, n_group=2, topk_group=1,
         first_k_dense_replace=1, n_shared_experts=1,
-    ),  # fmt: skip
+    ),
     _decoder("GPT-2", "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=24, n_layer=2,
              n_head=3, n_positions=64, bos_token_id=1, eos_token_id=2),
     _decoder("GPT-Neo", "GPTNeoForCausalLM", "GPTNeoConfig", "local layers, no scale",
-             vocab_size=VOCAB, hidden_size=24, num_layers=2, attention_types=[[["global", "local"], 1]],
-             num_heads=3, window_size=5, max_position_embeddings=64, bos_token_id=1,
+             vocab_size=VOCAB, hidden_size=24, num_layers=2,
+             attention_types=[[["global", "local"], 1]], num_heads=3, window_size=5,
+             max_position_embeddings=64, bos_token_id=1,
              eos_token_id=2, backends=("eager",)),
-    _decoder("GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", **{**_BERT, "hidden_size": 24}),
+    _decoder("GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", "", **_BERT),
     _decoder("GPT-J", "GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_embd=24, n_layer=2,
              n_head=3, n_positions=64, rotary_dim=4, bos_token_id=1, eos_token_id=2,
              backends=("eager",)),
@@ -213,7 +215,7 @@ DECODERS = [
     _decoder("MPT", "MptForCausalLM", "MptConfig", "ALiBi", vocab_size=VOCAB, d_model=24,
              n_layers=2, n_heads=3, max_seq_len=64, bos_token_id=1, eos_token_id=2,
              pad_token_id=0, backends=("eager",)),
-]  # fmt: skip
+]
 
 ENCODERS = [
     Architecture("BERT", "encoder", "BertModel", "BertConfig", _BERT),
@@ -224,9 +226,11 @@ ENCODERS = [
     ),
     Architecture(
         "DistilBERT", "encoder", "DistilBertModel", "DistilBertConfig",
-        dict(vocab_size=VOCAB, dim=24, hidden_dim=40, n_layers=2, n_heads=3, max_position_embeddings=64),
+        dict(vocab_size=VOCAB, dim=24, hidden_dim=40, n_layers=2, n_heads=3,
+             max_position_embeddings=64),
     ),
-    Architecture("ELECTRA", "encoder", "ElectraModel", "ElectraConfig", {**_BERT, "embedding_size": 8}),
+    Architecture("ELECTRA", "encoder", "ElectraModel", "ElectraConfig",
+                 {**_BERT, "embedding_size": 8}),
     Architecture("MPNet", "encoder", "MPNetModel", "MPNetConfig", _BERT, backends=("eager",),
                  note="relative bias"),
     Architecture(
@@ -246,14 +250,15 @@ ENCODERS = [
              num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2),
         inputs="wave",
     ),
-]  # fmt: skip
+]
 
 PAIRS = [
     Architecture("T5", "encoder-decoder", "T5ForConditionalGeneration", "T5Config", _T5, "pair",
                  note="relative bias"),
     Architecture("UMT5", "encoder-decoder", "UMT5ForConditionalGeneration", "UMT5Config", _T5,
                  "pair", note="relative bias in every layer"),
-    Architecture("BART", "encoder-decoder", "BartForConditionalGeneration", "BartConfig", _BART, "pair"),
+    Architecture("BART", "encoder-decoder", "BartForConditionalGeneration", "BartConfig", _BART,
+                 "pair"),
     Architecture("Marian", "encoder-decoder", "MarianMTModel", "MarianConfig", _BART, "pair"),
     Architecture("PEGASUS", "encoder-decoder", "PegasusForConditionalGeneration", "PegasusConfig",
                  _BART, "pair"),
@@ -264,7 +269,7 @@ PAIRS = [
         {**_BART, "num_mel_bins": 8, "max_source_positions": 13, "max_target_positions": 32},
         "sound",
     ),
-]  # fmt: skip
+]
 
 VISION = [
     Architecture("ViT", "vision", "ViTModel", "ViTConfig", _VIT, "image"),
@@ -282,6 +287,6 @@ VISION = [
     ),
     Architecture("SigLIP", "vision", "SiglipVisionModel", "SiglipVisionConfig", _VIT, "image",
                  note="attention pooling"),
-]  # fmt: skip
-
+]
+# fmt: on
 ALL = [*DECODERS, *ENCODERS, *PAIRS, *VISION]

@@ -1,4 +1,4 @@
-"""Watching many architectures: weights equal eager's, outputs are untouched; docs/watch.md follows."""
+"""Watching many architectures: weights equal eager's; docs/watch.md is made from it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.architectures import ALL, Architecture
 from torch import Tensor
 
 import clearhead as ch
 from clearhead import readings
+from tests.architectures import ALL, Architecture
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -37,7 +37,9 @@ def attentions(output: Any) -> list[Tensor]:
     towers = [output.get(name) for name in ("vision_model_output", "text_model_output")]
     if any(tower is not None for tower in towers):
         return [x for tower in towers for x in attentions(tower)]
-    pairs = zip(output.get("decoder_attentions") or (), output.get("cross_attentions") or (), strict=False)
+    pairs = zip(
+        output.get("decoder_attentions") or (), output.get("cross_attentions") or (), strict=False
+    )
     alone = output.get("attentions") or output.get("encoder_attentions") or ()
     return [*alone, *(x for pair in pairs for x in pair)]
 
@@ -73,16 +75,16 @@ def test_one_pass(one: Architecture, backend: str):
     assert {record.how for record in seen} <= {backend, "by hand", "sdpa"}
 
 
-PADDED = [
-    (one, backend)
-    for one, backend in CASES
-    if one.inputs in ("tokens", "pair")
-]
+PADDED = [(one, backend) for one, backend in CASES if one.inputs in ("tokens", "pair")]
 
 
 def real(weights: Tensor) -> Tensor:
     """The rows of real queries: those of padding differ by backend (uniform, or empty)."""
-    return torch.cat([weights[0, :, 4:].flatten(), weights[1].flatten()]) if len(weights) == 2 else weights
+    return (
+        torch.cat([weights[0, :, 4:].flatten(), weights[1].flatten()])
+        if len(weights) == 2
+        else weights
+    )
 
 
 @pytest.mark.parametrize(("one", "backend"), PADDED, ids=[f"{one.name}-{b}" for one, b in PADDED])
@@ -95,11 +97,15 @@ def test_left_padding(one: Architecture, backend: str):
     before = leaves(model(**inputs))
     with ch.watch(model, read=WEIGHTS) as seen:
         after = leaves(model(**inputs))
-    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, after, strict=True))
+    assert all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, after, strict=True)
+    )
     eager = attentions(one.make("eager")(**inputs, output_attentions=True))
     assert_seen(seen, eager, real)
     for record in seen:
-        if record.sizes[3] == keep.shape[1] and (record.kind == "cross" or record.sizes[2] == keep.shape[1]):
+        if record.sizes[3] == keep.shape[1] and (
+            record.kind == "cross" or record.sizes[2] == keep.shape[1]
+        ):
             assert record.value[0, :, 4:, :4].max() < 1e-6
 
 
@@ -191,6 +197,30 @@ def test_beams(name: str, backend: str):
             assert (record.value - beam).abs().amax((1, 2, 3)).min() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
+@torch.no_grad()
+def test_flex(name: str, monkeypatch: pytest.MonkeyPatch):
+    """The backend flex_attention, with the kernel that needs no compiler."""
+    from torch.nn.attention import flex_attention as flex
+    from transformers.integrations import flex_attention as theirs
+
+    def uncompiled(query, key, value, training=False, **options):
+        return flex.flex_attention(query, key, value, **options)
+
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(theirs, "compile_friendly_flex_attention", uncompiled)
+    one = BY_NAME[name]
+    model, inputs = one.make("flex_attention"), one.read()
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :4] = 0
+    before = leaves(model(**inputs))
+    with ch.watch(model, read=WEIGHTS) as seen:
+        after = leaves(model(**inputs))
+    assert all(map(torch.equal, before, after))
+    assert_seen(seen, attentions(one.make("eager")(**inputs, output_attentions=True)), real)
+    assert {record.how for record in seen} == {"flex_attention"}
+
+
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @torch.no_grad()
 def test_steps_by_hand_are_records_of_their_own():
@@ -250,7 +280,7 @@ def test_registries_are_as_before():
             AttentionInterface.__dict__["get_interface"],
         )
 
-    model = BY_NAME["Llama"].make("sdpa")
+    model: Any = BY_NAME["Llama"].make("sdpa")
     before, config, own = registries(), model.config.to_dict(), set(model.__dict__)
     with ch.watch(model):
         model(**BY_NAME["Llama"].read())
@@ -273,7 +303,9 @@ def table() -> str:
             how = ", ".join(sorted({record.how for record in seen}))
             seen_by.append(f"{backend}: {how}")
             kinds = [record.kind for record in seen]
-            maps = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("self", "cross") if kind in kinds)
+            maps = ", ".join(
+                f"{kinds.count(kind)} {kind}" for kind in ("self", "cross") if kind in kinds
+            )
         lines.append(f"| {one.name} | {one.family} | {'; '.join(seen_by)} | {maps} | {one.note} |")
     return "\n".join(lines)
 

@@ -25,6 +25,7 @@ from clearhead.readings import Reading
 
 __all__ = ["Record", "Seen", "estimate", "load", "watch"]
 
+_TOP = readings.TopK(8)
 # Rows of each call that are computed again, to compare with the model's own output.
 _SAMPLED = 4
 
@@ -55,7 +56,7 @@ class Record:
 
 
 class Seen(Sequence[Record]):
-    """The records of a watched block, in the order of the calls, and `notes` on what was changed."""
+    """The records of a watched block, in the order of the calls, and `notes` on what changed."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
@@ -118,7 +119,7 @@ def estimate(
     model: nn.Module | Callable[..., Any],
     inputs: Any,
     *,
-    read: Reading | Sequence[Reading] = readings.TopK(8),
+    read: Reading | Sequence[Reading] = _TOP,
     layers: int | Sequence[int] | None = None,
 ) -> cost.Cost:
     """Say what `watch(model, read=...)` would take for one call with these inputs.
@@ -154,7 +155,7 @@ def estimate(
 def watch(
     model: nn.Module | Callable[..., Any],
     *,
-    read: Reading | Sequence[Reading] = readings.TopK(8),
+    read: Reading | Sequence[Reading] = _TOP,
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
     queries: int | Sequence[int] | None = None,
@@ -172,9 +173,9 @@ def watch(
     >>> seen[0].kind, seen[0].value.shape
     ('self', torch.Size([1, 2, 3, 3]))
 
-    The model's own kernel makes the output, on the backend that the model chose: it is bit-identical
-    to that of an unwatched run. Readings are detached, in float32 (float64 for float64 models), and
-    taken before dropout. Nothing is left behind on the model after the block.
+    The model's own kernel makes the output, on the backend that the model chose: it is
+    bit-identical to that of an unwatched run. Readings are detached, in float32 (float64 for
+    float64 models), and taken before dropout. Nothing is left behind on the model.
 
     - `read`: one reading or several; `record.value` mirrors it.
     - `layers`, `heads`, `queries`, `calls`: numbers to keep; nothing is computed for the others.
@@ -431,7 +432,10 @@ def _known(name: str, wanted: Any, there: Any, say: Callable[[int], str]) -> Non
     if missing:
         known = dict.fromkeys(say(number) for number in there)
         raise value_error(
-            name, "were not all seen in the block", got=missing, hint="choose among " + ", ".join(known)
+            name,
+            "were not all seen in the block",
+            got=missing,
+            hint="choose among " + ", ".join(known),
         )
 
 
@@ -463,4 +467,3 @@ def _detached(value: Any) -> Any:
 
 def _full_precision(like: Tensor) -> Any:
     return torch.autocast(like.device.type, enabled=False)
-

@@ -87,6 +87,8 @@ def convert_smollm2(wheels: Path, to: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     main(parser.parse_args().directory)

@@ -1,4 +1,4 @@
-"""Watching real models: their weights are eager's, and their known heads do what they are known for."""
+"""Watching real models: weights are those of eager, and known heads do their known work."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ ESTERIFICATIONS = {
 @torch.no_grad()
 @pytest.mark.parametrize("reaction", ESTERIFICATIONS)
 def test_albert_maps_product_atoms_to_reactant_atoms(reaction):
-    """Layer 10 of 0..11, head 5 of 0..7 (Schwaller et al. 2021): one module, called twelve times."""
+    """Layer 10 of 0..11, head 5 of 0..7 (Schwaller et al. 2021): one module, twelve calls."""
     model, vocabulary = albert()
     tokens = ["[CLS]", *re.findall(">>|.", reaction), "[SEP]"]
     ids = torch.tensor([[vocabulary[token] for token in tokens]])

@@ -60,7 +60,7 @@ def division(seer: Interceptor, origin: Origin, total: Tensor, weights: Tensor) 
     assert scores is not None
     if total.shape != (*scores.shape[:-1], 1) or weights.shape != scores.shape:
         return
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with torch._C.DisableTorchFunction():
         # a factor of 0 after the exponential is a mask as well
         scores = scores.masked_fill(weights == 0, -math.inf)
     _remember(seer, origin, scores, weights, scores.ndim - 1)
@@ -76,9 +76,7 @@ def _altered(seer: Interceptor, origin: Origin, scores: Tensor) -> Tensor:
     return scores if changed is None else changed.reshape(scores.shape)
 
 
-def _remember(
-    seer: Interceptor, origin: Origin, scores: Tensor, weights: Tensor, dim: int
-) -> None:
+def _remember(seer: Interceptor, origin: Origin, scores: Tensor, weights: Tensor, dim: int) -> None:
     assert origin.product is not None
     found = Softmax(scores, weights, dim, origin.product, _heads(seer, origin, scores))
     found.module, found.scale = seer.running, origin.scale
@@ -106,7 +104,10 @@ def product(seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[st
         seer.trace.follow(func, args, kwargs, out)
         return out
     origins = [seer.trace.origin(x) for x in operands]
-    roots = [origin.root if origin else seer.trace.root(x) for origin, x in zip(origins, operands, strict=True)]
+    roots = [
+        origin.root if origin else seer.trace.root(x)
+        for origin, x in zip(origins, operands, strict=True)
+    ]
     known = [origin for origin in origins if origin]
     heads = next((origin.heads for origin in known if origin.heads), None)
     scale = math.prod(origin.scale for origin in known)
@@ -156,6 +157,8 @@ def _attention(
         scores=scores[..., :sources],
         weights=made[..., :sources],
         lse=lse,
+        rest=scores[..., sources:] if sources < scores.shape[-1] else None,
+        dropped=_met(weights, layout, four, sources) if origin.dropped else None,
         scale=found.scale,
         dropout=float(origin.dropped),
         how="eager" if seer.frames else "by hand",
@@ -172,6 +175,12 @@ def _attention(
     seer.saw()
     seer.trace.mark(out, Origin(origin.root))
     return out
+
+
+def _met(weights: Tensor, layout: Layout, four: tuple[int, int], sources: int) -> Tensor:
+    """Give the weights as they met the value, with a batch and a head axis."""
+    met = weights.permute(layout.weights)
+    return met.reshape(*four, *met.shape[-2:])[..., :sources]
 
 
 def _folds(weights: Tensor, scores: Tensor) -> bool:
@@ -280,4 +289,3 @@ def _spell(subscripts: str, ndim: int) -> str:
     missing = ndim - len(subscripts.replace("...", ""))
     letters = [x for x in reversed(string.ascii_letters)][:missing]
     return subscripts.replace("...", "".join(reversed(letters)))
-

@@ -20,8 +20,8 @@ __all__ = ["Additive", "Call", "from_attend", "from_flex", "from_sdpa", "split_a
 class Call:
     """What a model asked for: tensors with batch and head axes, and where in the model it was.
 
-    A call written by hand, or on an eager backend, has `scores` and `weights` as the model made them
-    (`weights` once the softmax has run); its query and key may be missing.
+    A call written by hand, or on an eager backend, has `scores` and `weights` as the model made
+    them (`weights` once the softmax has run), and no query and key.
     """
 
     query: Tensor | None  # (batch, head, query, head_dim)
@@ -36,6 +36,8 @@ class Call:
     scores: Tensor | None = None  # (batch, head, query, source)
     weights: Tensor | None = None  # the same, before dropout
     lse: Tensor | None = None  # (batch, head, query), of the scores with the sinks
+    rest: Tensor | None = None  # scores in the softmax that have no source: sinks by hand
+    dropped: Tensor | None = None  # the weights as they met the value, where dropout was on
     how: str = "sdpa"
     module: str = ""
     layer: int = 0
@@ -48,14 +50,17 @@ class Call:
         if self.scores is not None:
             batch, head, query, source = self.scores.shape
             return batch, head, query, source
-        assert self.query is not None and self.key is not None
+        assert self.query is not None
+        assert self.key is not None
         batch, head, query, _ = self.query.shape
         return batch, head, query, self.key.shape[-2]
 
     @property
     def problem(self) -> Problem:
         """The call as every implementation of `attend` receives it."""
-        assert self.query is not None and self.key is not None and self.value is not None
+        assert self.query is not None
+        assert self.key is not None
+        assert self.value is not None
         scale = 1 / math.sqrt(max(self.query.shape[-1], 1)) if self.scale is None else self.scale
         return Problem(
             self.query,
@@ -153,8 +158,8 @@ def from_attend(
 ) -> Call:
     """Describe a call of `clearhead.attend`, which it has checked."""
     names = ("scale", "bias", "softcap", "sinks")
-    given = (options.get(name) for name in names)
-    problem = attention._problem(query, key, value, mask, *given, 0.0)
+    given: list[Any] = [options.get(name) for name in names]
+    problem = attention._problem(query, key, value, mask, *given, dropout=0.0)
     batch = math.prod(problem.query.shape[:-3])
     query, key, value = (
         x.reshape(batch, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value)
@@ -162,7 +167,9 @@ def from_attend(
     bias = problem.bias
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)) if bias.ndim < 4 else bias
-        bias = bias.expand(*problem.query.shape[:-3], *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
+        bias = bias.expand(*problem.query.shape[:-3], *bias.shape[-3:]).reshape(
+            -1, *bias.shape[-3:]
+        )
         bias = bias.expand(-1, -1, query.shape[2], key.shape[2])
     return Call(
         query, key, value, problem.mask, bias, problem.scale, problem.softcap, problem.sinks,
@@ -205,4 +212,3 @@ def _four(x: Tensor, lead: torch.Size, heads: int | None, ndim: int) -> Tensor:
     if mask and (x.ndim < 4 or all(size == 1 for size in x.shape[:-3])):
         return x.reshape((1,) * max(4 - x.ndim, 0) + x.shape[max(x.ndim - 4, 0) :])
     return x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
-

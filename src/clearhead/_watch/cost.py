@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from clearhead import readings
 from clearhead._watch import look
@@ -51,9 +52,7 @@ class Sizes(Handler):
         """Keep where the call is, and its sizes."""
         batch, heads, query, source = call.sizes
         shape = torch.empty(batch, heads, query, source, device="meta")
-        self.calls.append(
-            Call(None, None, None, scores=shape, layer=call.layer, call=call.call)
-        )
+        self.calls.append(Call(None, None, None, scores=shape, layer=call.layer, call=call.call))
 
 
 def run_once(model: Callable[..., Any], inputs: Any) -> None:
@@ -63,7 +62,7 @@ def run_once(model: Callable[..., Any], inputs: Any) -> None:
     with torch.no_grad():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                call_with(model, torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
+                call_with(model, pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
         except Exception:
             # Some models look at values on their way; they can only be run.
             call_with(model, inputs)

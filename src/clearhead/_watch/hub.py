@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 
 from clearhead import masks
 from clearhead._watch.call import Call, from_sdpa
@@ -54,7 +54,9 @@ def _telling(seer: Interceptor, name: str, function: Callable[..., Any]) -> Call
         try:
             if opaque:
                 call = _described(seer, name, module, query, key, value, *args, **kwargs)
-                return _opaque(seer, call, lambda: function(module, query, key, value, *args, **kwargs))
+                return _opaque(
+                    seer, call, lambda: function(module, query, key, value, *args, **kwargs)
+                )
             answer = function(module, query, key, value, *args, **kwargs)
             if not frame.seen:
                 seer.handler.unseen(frame.name, f"the attention function {name!r} hides its calls")
@@ -84,7 +86,9 @@ def _described(
         tensor = tensor.bool()[:, None, None, -key.shape[2] :]
     elif tensor is not None:
         tensor = tensor[..., : key.shape[2]]
-    causal = name.startswith("flash") and kwargs.get("is_causal", getattr(module, "is_causal", True))
+    causal = name.startswith("flash") and kwargs.get(
+        "is_causal", getattr(module, "is_causal", True)
+    )
     call = from_sdpa(query, key, value, tensor, scale=scale, enable_gqa=True, split=seer.split)
     mask = call.mask
     for more in _more_masks(attention_mask, causal, kwargs.get("sliding_window"), name):
@@ -122,7 +126,8 @@ def _opaque(seer: Interceptor, call: Call, run: Callable[[], Any]) -> Any:
         rest.extend(others)
         return mixed.transpose(1, 2)
 
-    assert call.query is not None and call.value is not None
+    assert call.query is not None
+    assert call.value is not None
     shape = (*call.query.shape[:3], call.value.shape[-1])
     mixed = seer.fused(call, context, shape, call.query)
     return (mixed.transpose(1, 2), *(rest or [None]))
@@ -130,11 +135,14 @@ def _opaque(seer: Interceptor, call: Call, run: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """Let compiled kernels run as they would outside: no modes, and no forced eager stance."""
-    with torch._C.DisableTorchFunction():
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is None:
-            yield
-        else:
-            with torch.compiler.set_stance("default"):
-                yield
+    """Let compiled kernels run as they would outside the block.
+
+    They are compiled anew where a mode, or even a flag that turns modes off, is not as it was; so
+    the modes are taken off their stack, and the forced eager stance is lifted.
+    """
+    with contextlib.ExitStack() as stack:
+        while isinstance(overrides._get_current_function_mode(), Interceptor):
+            stack.enter_context(overrides._pop_mode_temporarily())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("default"))
+        yield

@@ -1,4 +1,4 @@
-"""The mode that sees every attention call of a model, and lets a handler look at it or change it."""
+"""The mode that sees every attention call of a model, and lets a handler look or answer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ class Interceptor(TorchFunctionMode):
         self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SPECIAL:
@@ -89,11 +93,12 @@ class Interceptor(TorchFunctionMode):
     def fused(
         self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...], query: Tensor
     ) -> Tensor:
-        """Run a call whose weights are never made; the context has `shape`, and the query's root."""
+        """Run a call whose weights are never made, and whose context has the given shape."""
         with quiet():
             other = self.handler.before(call)
         context = run() if other is None else other.reshape(shape)
-        assert call.query is not None and call.value is not None
+        assert call.query is not None
+        assert call.value is not None
         four = (*call.query.shape[:3], call.value.shape[-1])
         with quiet():
             changed = self.handler.after(call, context.reshape(four))

@@ -64,7 +64,8 @@ def strip(call: Call, rows: Sequence[int]) -> Strip:
     """Weigh some rows of the call, ascending, over all of its sources."""
     if call.scores is not None:
         return _given(call, rows)
-    assert call.query is not None and call.key is not None
+    assert call.query is not None
+    assert call.key is not None
     device, source = call.query.device, call.key.shape[2]
     at = torch.tensor(list(rows), dtype=torch.int64, device=device)
     columns = torch.arange(source, device=device)
@@ -78,7 +79,8 @@ def strip(call: Call, rows: Sequence[int]) -> Strip:
 
 
 def _scores(call: Call, at: Tensor, columns: Tensor) -> Tensor:
-    assert call.query is not None and call.key is not None
+    assert call.query is not None
+    assert call.key is not None
     problem = call.problem
     batch, heads, _, width = call.query.shape
     shared = call.key.shape[1]
@@ -98,7 +100,9 @@ def _scores(call: Call, at: Tensor, columns: Tensor) -> Tensor:
 
 def _given(call: Call, rows: Sequence[int]) -> Strip:
     """Take rows of a weight map that the model made itself."""
-    assert call.scores is not None and call.weights is not None and call.lse is not None
+    assert call.scores is not None
+    assert call.weights is not None
+    assert call.lse is not None
     at = torch.tensor(list(rows), dtype=torch.int64, device=call.scores.device)
     raw = call.scores[:, :, at]
     scores = raw.double() if raw.dtype == torch.float64 else raw.float()
@@ -124,7 +128,8 @@ def choose_heads(call: Call, heads: Sequence[int]) -> Call:
     """Keep some (query) heads of a call, in the order given."""
     at = list(heads)
     if call.scores is not None:
-        assert call.weights is not None and call.lse is not None
+        assert call.weights is not None
+        assert call.lse is not None
         value = None if call.value is None else call.value[:, at]
         return call.but(
             scores=call.scores[:, at],
@@ -132,7 +137,9 @@ def choose_heads(call: Call, heads: Sequence[int]) -> Call:
             lse=call.lse[:, at],
             value=value,
         )
-    assert call.query is not None and call.key is not None and call.value is not None
+    assert call.query is not None
+    assert call.key is not None
+    assert call.value is not None
     group = call.query.shape[1] // call.key.shape[1]
     shared = [head // group for head in at]
     return call.but(

@@ -130,7 +130,7 @@ class Modules:
             self._handles.pop().remove()
         self._stack.clear()
 
-    def _generating(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _generating(self, own: Any) -> Callable[..., Any]:
         @functools.wraps(own)
         def generate(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:

@@ -103,7 +103,8 @@ def _lean(call: Call, rows: range) -> Call:
     """Keep of a call only what stitching needs."""
     if call.scores is None:
         return call.but(query=_rows(call.query, rows), key=None, value=None)
-    assert call.weights is not None and call.lse is not None
+    assert call.weights is not None
+    assert call.lse is not None
     at = slice(rows.start, rows.stop)
     return call.but(
         key=None,

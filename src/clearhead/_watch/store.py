@@ -92,7 +92,9 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             document = json.loads((file.metadata() or {}).get("clearhead", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise value_error("path", "is a file that seen.save wrote", got=f"{path}: {error}") from None
+        raise value_error(
+            "path", "is a file that seen.save wrote", got=f"{path}: {error}"
+        ) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise value_error("path", "is a file that seen.save wrote", got=str(path))
     if document.get("version") != VERSION:

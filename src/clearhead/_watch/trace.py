@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-__all__ = ["DIVISIONS", "EXPONENTIALS", "PRODUCTS", "SOFTMAXES", "Origin", "Softmax", "Trace", "tensors"]
+__all__ = [
+    "DIVISIONS",
+    "EXPONENTIALS",
+    "PRODUCTS",
+    "SOFTMAXES",
+    "Origin",
+    "Softmax",
+    "Trace",
+    "tensors",
+]
 
 PRODUCTS = {
     torch.matmul,
@@ -27,7 +36,7 @@ PRODUCTS = {
     torch.Tensor.mm,
     torch.Tensor.baddbmm,
 }
-SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax, torch._softmax}
+SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax}
 EXPONENTIALS = {torch.exp, torch.Tensor.exp, torch.Tensor.exp_}
 DIVISIONS = {torch.div, torch.true_divide, torch.divide, torch.Tensor.div, torch.Tensor.divide}
 DIVISIONS |= {torch.Tensor.__truediv__, torch.Tensor.div_, torch.Tensor.__itruediv__}
@@ -43,7 +52,7 @@ _FACTORS = {
 }
 _PROJECTIONS = {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm}
 _SWAPS = {torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute}
-_SWAPS |= {torch.Tensor.mT.__get__, torch.Tensor.T.__get__, torch.Tensor.swapaxes}
+_SWAPS |= {*(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")), torch.Tensor.swapaxes}
 _SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten}
 
 
