@@ -1,7 +1,7 @@
 """torch's own fused CPU kernel, strip by strip, where it means the same as the spec.
 
-It gives the log-sum-exp too, but it mixes up NaN and inf, so that it only gets tame numbers; it
-says 0 for the log-sum-exp of an empty row; and it takes a mask as numbers to add.
+It mixes up NaN and inf, so that it only gets tame numbers; it says 0 for the log-sum-exp of an
+empty row; and it takes a mask as numbers to add.
 """
 
 from __future__ import annotations
@@ -14,66 +14,42 @@ from torch import Tensor
 from clearhead._impl._strips import Piece, plan, take
 from clearhead._impl.problem import Problem
 
-__all__ = ["attend", "gradient", "serves"]
+__all__ = ["attend", "gradient", "knows", "serves"]
 
 INF = float("inf")
-# Rows of a strip under a mask, and elements that a mask may have there.
-ROWS, ELEMENTS = 256, 1 << 22
-# Products and sums below this are far from overflow in float32.
-TAME = 1e30
-# The kernel computes with these dtypes on every CPU.
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Rows of a strip under a mask.
+ROWS = 256
+HALF = (torch.bfloat16, torch.float16)
+
+
+def knows(problem: Problem) -> bool:
+    """Say whether the kernel gives what the spec says, of calls that `_stream` knows."""
+    return problem.query.shape[-1] == problem.value.shape[-1]
 
 
 def serves(problem: Problem) -> bool:
-    """Say whether the kernel gives what the spec says."""
-    query, key, value = problem.query, problem.key, problem.value
-    return (
-        query.device.type == "cpu"
-        and problem.bias is None
-        and problem.softcap is None
-        and problem.sinks is None
-        and problem.seed is None
-        and query.shape[-1] == value.shape[-1]
-        and query.dtype in DTYPES
-        and min(query.numel(), key.numel()) > 0
-        and _tame(problem)
-    )
+    """Say whether the context comes from the kernel: only half precision is faster there."""
+    return problem.query.dtype in HALF and knows(problem)
 
 
-def _tame(problem: Problem) -> bool:
-    query, key, value = (_largest(x) for x in (problem.query, problem.key, problem.value))
-    width, source = problem.query.shape[-1], problem.key.shape[-2]
-    # Comparisons with NaN are False.
-    return query * key * width * max(abs(problem.scale), 1) < TAME and value * source < TAME
-
-
-def _largest(x: Tensor) -> float:
-    low, high = torch.aminmax(x.detach())
-    return max(high.item(), -low.item(), key=_nan_last)
-
-
-def _nan_last(x: float) -> float:
-    return x if x == x else INF
-
-
-def attend(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return context and log-sum-exp, (*batch, head, query)."""
+def attend(problem: Problem) -> Tensor:
+    """Return the context."""
     query, key, value = (_flat(x) for x in (problem.query, problem.key, problem.value))
+    if problem.mask is None or _is_causal(problem):
+        causal = problem.mask is not None
+        context, _ = FORWARD(query, key, value, is_causal=causal, scale=problem.scale)
+        return context.reshape(problem.query.shape)
     samples, heads, rows, width = query.shape
     # The kernel's own layout: what follows joins the heads of a position without a copy.
     context = query.new_zeros(samples, rows, heads, width).transpose(1, 2)
-    lse = torch.full((samples, heads, rows), -INF, dtype=problem.dtype)
-    for piece, added, empty in _pieces(problem):
+    for piece, added in _pieces(problem):
         k, v = take(key, piece.columns), take(value, piece.columns)
-        found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[:, :, piece.rows], k, v, attn_mask=added, scale=problem.scale
-        )
-        if empty is not None:
-            total = total.masked_fill(empty, -INF)
-        context[:, :, piece.rows], lse[:, :, piece.rows] = found, total
-    lead = problem.query.shape[:-2]
-    return context.reshape(problem.query.shape), lse.view(*lead, rows)
+        strip = query[:, :, piece.rows]
+        found, _ = FORWARD(strip, k, v, attn_mask=added, scale=problem.scale)
+        context[:, :, piece.rows] = found
+    return context.reshape(problem.query.shape)
 
 
 def gradient(problem: Problem, context: Tensor, lse: Tensor, outer: Tensor) -> list[Tensor]:
@@ -81,13 +57,13 @@ def gradient(problem: Problem, context: Tensor, lse: Tensor, outer: Tensor) -> l
     query, key, value, context, outer = (
         _flat(x) for x in (problem.query, problem.key, problem.value, context, outer)
     )
-    # The kernel knows no shared heads backwards, and 0 for the log-sum-exp of an empty row.
+    # Shared heads are spread out and their gradients summed; empty rows have 0 for -inf.
     key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
     lse = lse.view(query.shape[:-1]).masked_fill(lse.view(query.shape[:-1]) == -INF, 0)
     sums = [torch.zeros_like(x, dtype=problem.dtype) for x in (query, key, value)]
-    for piece, added, _ in _pieces(problem):
+    for piece, added in _pieces(problem):
         rows = (slice(None), slice(None), piece.rows)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = BACKWARD(
             outer[rows], query[rows], take(key, piece.columns), take(value, piece.columns),
             context[rows], lse[rows], 0.0, False, attn_mask=added, scale=problem.scale,
         )  # fmt: skip
@@ -113,20 +89,31 @@ def _pieces(problem: Problem) -> Any:
     height = problem.query.shape[-2] if problem.mask is None else ROWS
     for piece in plan(problem, height):
         if piece.width:
-            yield piece, *_added(problem, piece)
+            yield piece, _added(problem, piece)
 
 
-def _added(problem: Problem, piece: Piece) -> tuple[Tensor | None, Tensor | None]:
+def _added(problem: Problem, piece: Piece) -> Tensor | None:
     if not piece.shut:
-        return None, None
+        return None
     rows, columns = piece.positions(problem.query.device)
     allowed = problem.allowed(rows, columns)
     assert allowed is not None
     if allowed.ndim > 2:
         lead = allowed.shape[:-3] if allowed.ndim > 3 else (1,)
         allowed = allowed.expand(*lead, *allowed.shape[-3:]).flatten(0, -4)
-    added = torch.zeros(allowed.shape, dtype=problem.query.dtype).masked_fill_(~allowed, -INF)
-    return added, ~allowed.any(-1)
+    return torch.zeros(allowed.shape, dtype=problem.query.dtype).masked_fill_(~allowed, -INF)
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Say whether query i reads sources 0..i, which the kernel knows without a mask."""
+    query, source = problem.query.shape[-2], problem.key.shape[-2]
+    if query != source or problem.mask is None:
+        return False
+    intervals = problem.mask.intervals(query, source, problem.query.device)
+    if intervals is None:
+        return False
+    start, stop = intervals
+    return not start.any() and bool((stop == torch.arange(1, query + 1)).all())
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -40,6 +40,11 @@ class Piece:
         sides = [slice(0, self.open.start), slice(self.open.stop, self.width)]
         return [side for side in sides if side.start < side.stop]
 
+    @property
+    def shut_width(self) -> int:
+        """How many columns some row may not read."""
+        return sum(side.stop - side.start for side in self.shut)
+
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows and columns as tensors of positions."""
         rows = torch.arange(self.rows.start, self.rows.stop, device=device)
@@ -52,7 +57,7 @@ def plan(problem: Problem, height: int) -> list[Piece]:
     """Cut the map into strips of `height` rows, each with no more sources than it needs."""
     query, source = problem.query.shape[-2], problem.key.shape[-2]
     strips = [slice(at, min(at + height, query)) for at in range(0, query, height)]
-    if problem.mask is None:
+    if problem.mask is None or not problem.query.numel():
         return [Piece(rows, slice(0, source), slice(0, source)) for rows in strips]
     intervals = problem.mask.intervals(query, source, problem.query.device)
     if intervals is None:

@@ -1,9 +1,9 @@
 """Attention over strips of rows: torch operations on any device, memory linear in the positions.
 
-Context and log-sum-exp come from torch's own fused CPU kernel where it means the same, and from
-`_strips.weigh` elsewhere; readings come from a further pass over strips with the known
-log-sum-exp. What is chosen never depends on `read`, so that looking changes nothing. The backward
-computes each strip again and lets autograd differentiate it.
+Plain calls on a CPU take one pass over strips that stay in the cache (`_stream`), half precision
+torch's own fused kernel for the context (`_fused`); all else takes the equation strip by strip
+(`_strips`). What is chosen never depends on `read`, so that looking changes nothing. The backward
+is torch's fused one where it means the same, or computes each strip again under autograd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from clearhead import readings
-from clearhead._impl import _fused, _survey
+from clearhead._impl import _fused, _stream
 from clearhead._impl._strips import Piece, height_for, mix, plan, take, take_bias, weigh
 from clearhead._impl.problem import Problem, watchers
 from clearhead.readings import BlockMapValue, Blocks, PerQuery, Reading, Strip
@@ -53,7 +53,7 @@ def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[An
 def readings_only(problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
     """Return the values of the readings alone, without a gradient."""
     with torch.no_grad():
-        _, _, parts = _forward(problem, read)
+        _, _, parts = _forward(problem, read, mix=False)
         return [reading.finish(part) for reading, part in zip(read, parts, strict=True)]
 
 
@@ -66,32 +66,36 @@ def _wants_gradient(problem: Problem) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-def _forward(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, Tensor | None, list]:
-    """Context, log-sum-exp where the fused kernel gave it, and the part of each reading."""
-    if not _fused.serves(problem):
-        return _by_strips(problem, read)
-    context, lse = _fused.attend(problem)
-    if not read:
-        return context, lse, []
-    parts = _survey.read(problem, read, lse)
+def _forward(
+    problem: Problem, read: tuple[Reading, ...], mix: bool = True
+) -> tuple[Tensor, Tensor | None, list]:
+    """Context, log-sum-exp where it is known, and the part of each reading."""
+    bound = _stream.reach(problem)
+    if bound is None:
+        return _by_strips(problem, read, mix)
+    # What computes the context never depends on what is read.
+    fused = mix and _fused.serves(problem)
+    context, lse, parts = _stream.attend(problem, read, bound, mix and not fused)
+    if fused:
+        context = _fused.attend(problem)
     rest = [i for i, part in enumerate(parts) if part is None]
     if rest:
-        found = _by_strips(problem, tuple(read[i] for i in rest), context=False)[2]
+        found = _by_strips(problem, tuple(read[i] for i in rest), mix=False)[2]
         for i, part in zip(rest, found, strict=True):
             parts[i] = part
     return context, lse, parts
 
 
 def _by_strips(
-    problem: Problem, read: tuple[Reading, ...], context: bool = True
+    problem: Problem, read: tuple[Reading, ...], mix: bool
 ) -> tuple[Tensor, None, list[Any]]:
     query, value = problem.query, problem.value
-    mixed = query.new_empty(*query.shape[:-1], value.shape[-1] if context else 0)
+    mixed = query.new_empty(*query.shape[:-1], value.shape[-1] if mix else 0)
     parts: list[Any] = [None] * len(read)
     call = _Call(problem)
     for piece in call.pieces():
         strip, allowed = call.weigh(piece)
-        if context:
+        if mix:
             mixed[..., piece.rows, :] = call.mix(piece, strip, allowed)
         for i, reading in enumerate(read):
             part = reading.part(strip)
@@ -162,7 +166,7 @@ class _Tiled(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
             found = _whole_gradient(problem, ctx.read, gradients, needs)
-        elif lse is not None and problem.bias is None and all(x is None for x in flat):
+        elif lse is not None and _fused.knows(problem) and all(x is None for x in flat):
             found = (*_fused.gradient(problem, context, lse, outer), None, None)
         else:
             given = pytree.tree_unflatten(flat, ctx.spec)
