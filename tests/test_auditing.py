@@ -300,6 +300,17 @@ def test_several_outputs_and_other_axes():
     assert audit(lambda ids: ids.double().cumsum(0), torch.arange(7)).ok
 
 
+@pytest.mark.parametrize("shape", [(8, 8, 8), (5, 5, 8), (8, 3, 8), (1, 8, 8)])
+def test_equal_sizes_are_not_confused(shape):
+    for wrong in ("missing", ""):
+        report = audit(leaky.Block(leaky.Attention(wrong)).eval(), torch.randn(shape))
+        assert report.ok == (not wrong), report
+        assert {finding.module for finding in report.findings} <= {"mixer"}
+    model = GPT(7, layers=1, heads=1, width=8).eval()
+    for form in (audit, audit.batch, audit.generation):
+        assert form(model, torch.randint(7, (7, 7))).ok
+
+
 def test_a_budget_is_kept_and_told():
     runs = []
 

@@ -43,12 +43,13 @@ class Audit:
 
     `inputs` is a tensor, a tuple of arguments, or a dict of keyword arguments; only token ids and
     float inputs are changed, never masks or position ids (`change=` names others). `allowed` is a
-    Mask, or a bool tensor (query, source). `depth=n` composes it with itself over n layers: a
-    window of w over n layers reaches n * (w - 1) back. `budget=` is the largest number of changed
-    inputs to run; the report's `covered` says what share of the pairs was tested. `axis=` is the
-    axis of the positions (1 for token ids and (batch, position, ...) floats), `vocab=` the number
-    of tokens where no embedding tells it, `changes=` how many different contents each position is
-    given. `float64=False` judges in the model's own dtype, with a measured floor.
+    Mask (causal unless given), or a bool tensor (query, source). `depth=n` composes it with itself
+    over n layers: a window of w over n layers reaches n * (w - 1) back. `budget=` is the largest
+    number of changed inputs to run; the report's `covered` says what share of the pairs was
+    tested. `axis=` is the axis of the positions (1 for token ids and (batch, position, ...)
+    floats), `vocab=` the number of tokens where no embedding tells it, `changes=` how many
+    different contents each position is given. `float64=False` judges in the model's own dtype,
+    with a measured floor.
 
     The other questions are `audit.padding`, `.batch`, `.documents`, `.generation` and `.modes`.
     """

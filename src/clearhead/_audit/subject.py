@@ -241,7 +241,7 @@ def rows_of(tensor: Tensor, inputs: Inputs, *, strict: bool = False) -> Tensor |
 
 def _position_axis(shape: torch.Size, usual: int, positions: int) -> int | None:
     # A map of queries and sources (weights, masks): the query axis is the one before the last.
-    if len(shape) > 2 and shape[-1] == shape[-2] == positions and len(shape) != usual + 2:
+    if len(shape) > 3 and shape[-1] == shape[-2] == positions:
         return len(shape) - 2
     if len(shape) > usual and shape[usual] == positions:
         return usual
