@@ -14,7 +14,7 @@ from importlib import import_module
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("look", "mask", "train", "generate", "audit", "info")
+COMMANDS = ("look", "mask", "train", "generate", "scan", "heads", "audit", "info")
 OK, FINDING, MISUSE = 0, 1, 2
 
 
