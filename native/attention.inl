@@ -612,7 +612,7 @@ struct Block {
   void finish() {
     for (int lane = 0; lane < lanes; ++lane) rescale[lane] = row_sum[lane] == 0 ? 0 : 1 / row_sum[lane];
     if (call.out.data) write_context();
-    if (call.lse || call.entropy || call.top) write_statistics();
+    if (call.lse || call.row_max || call.entropy || call.top) write_statistics();
     if (strip) weigh();
   }
 
@@ -635,6 +635,7 @@ struct Block {
       const float log_sum = empty ? 0 : std::log(row_sum[lane]);
       const float lse = empty ? -INFINITY : row_max[lane] + log_sum;
       if (call.lse) call.lse[row(lane)] = lse;
+      if (call.row_max) call.row_max[row(lane)] = empty ? 0 : row_max[lane], call.row_scale[row(lane)] = rescale[lane];
       if (call.entropy) {
         // the sink counts in the denominator, and is no source
         const float below = call.sinks ? call.sinks[head] - row_max[lane] : -INFINITY, sink = std::exp(below);

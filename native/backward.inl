@@ -1,4 +1,4 @@
-// Gradients: weights and their gradients are computed again tile by tile from the log-sum-exp, so
+// Gradients: weights and their gradients are computed again tile by tile from each row's maximum and sum, so
 // that nothing of size query x source is kept. A work item owns some tiles of sources of one source
 // head (their rows of dK and dV are its own), and adds its share of dQ to a slot of its own.
 // Included after attention.inl.
@@ -69,7 +69,7 @@ struct Gradient {
   const Forward& call;
   int64_t batch, source_head, slot, head, first, count;
   int64_t key_width, value_width;
-  float *packed_q, *packed_grad, *rows_q, *rows_grad, *scores, *grads, *slope, *bias_tile, *dq, *lse, *delta, *bend, *ones;
+  float *packed_q, *packed_grad, *rows_q, *rows_grad, *scores, *grads, *slope, *bias_tile, *dq, *row_max, *row_scale, *delta, *ones;
   float *convert_k, *convert_v;
   bool plain, odd, pairs;
   uint32_t *pairs_q, *pairs_grad, *row_pairs_q, *row_pairs_grad, *grad_pairs;
@@ -86,8 +86,8 @@ struct Gradient {
     slope = arena.take<float>(call.softcap != 0 ? kTile * lanes : 0);
     bias_tile = arena.take<float>(call.bias.data ? kTile * lanes : 0);
     dq = arena.take<float>(call.head_dim * lanes);
-    lse = arena.take<float>(lanes), delta = arena.take<float>(lanes), bend = arena.take<float>(lanes);
-    ones = arena.take<float>(lanes);
+    row_max = arena.take<float>(lanes), row_scale = arena.take<float>(lanes);
+    delta = arena.take<float>(lanes), ones = arena.take<float>(lanes);
     pairs = work.packed_k != nullptr;
     pairs_q = arena.take<uint32_t>(pairs ? call.head_dim / 2 * lanes : 0);
     pairs_grad = arena.take<uint32_t>(pairs ? call.value_dim / 2 * lanes : 0);
@@ -140,12 +140,10 @@ struct Gradient {
     std::memset(dq, 0, sizeof(float) * call.head_dim * lanes);
     for (int64_t lane = 0; lane < lanes; ++lane) {
       const int64_t row = (batch * call.head + head) * call.query_total + call.first_query + first + lane;
-      ones[lane] = 1, bend[lane] = 0, delta[lane] = 0;
-      lse[lane] = lane < count ? call.lse[row] : -INFINITY;
-      if (lse[lane] == -INFINITY) lse[lane] = INFINITY;  // an empty row: all weights come out as 0
-      if (lane >= count) continue;
-      if (work.bend) bend[lane] = work.bend[row];
-      delta[lane] = dot_with_out(lane) + (work.shift ? work.shift[row] : 0);
+      ones[lane] = 1;
+      row_max[lane] = lane < count ? call.row_max[row] : 0;
+      row_scale[lane] = lane < count ? call.row_scale[row] : 0;
+      delta[lane] = lane < count ? call.scale * (dot_with_out(lane) - (work.grad_lse ? work.grad_lse[row] : 0)) : 0;
     }
   }
 
@@ -169,15 +167,14 @@ struct Gradient {
     return block_by_bias<W>(bias_tile, n, kind, bits);
   }
 
-  // scores -> weights; grads, the gradient of the weights -> the gradient of q.k
+  // scores -> weights; grads, the gradient of the weights -> the gradient of q.k; delta has the scale
   void differentiate(int64_t n, bool masked) {
     const f scale = Vec::set1(plain ? call.scale : 1.f);
     for (int64_t i = 0; i < n * W; ++i) {
       const int j = (int)(i % W) * N;
-      f log_weight = Vec::fms(Vec::load(scores + i * N), scale, Vec::load(lse + j));
-      f weight = exp_of(log_weight);
-      f change = Vec::sub(Vec::load(grads + i * N), Vec::load(delta + j));
-      if (work.bend) change = Vec::sub(change, Vec::mul(Vec::load(bend + j), Vec::max(Vec::set1(-1000.f), log_weight)));
+      const f below = Vec::fms(Vec::load(scores + i * N), scale, Vec::load(row_max + j));
+      f weight = Vec::mul(exp_of(below), Vec::load(row_scale + j));
+      const f change = Vec::fms(Vec::load(grads + i * N), Vec::set1(call.scale), Vec::load(delta + j));
       f grad = Vec::mul(weight, change);
       if (call.softcap != 0) grad = Vec::mul(grad, Vec::load(slope + i * N));
       if (masked) {
@@ -268,7 +265,7 @@ struct Gradient {
     const int64_t base = ((slot * call.batch + batch) * call.head + head) * call.query + first;
     for (int64_t lane = 0; lane < count; ++lane) {
       float* to = work.dq + (base + lane) * call.head_dim;
-      for (int64_t i = 0; i < call.head_dim; ++i) to[i] = dq[i * lanes + lane] * call.scale;
+      for (int64_t i = 0; i < call.head_dim; ++i) to[i] = dq[i * lanes + lane];
     }
   }
 
@@ -286,14 +283,6 @@ struct Gradient {
     }
     add_dq();
   }
-
-  void scale_dk() {
-    for (int64_t from = slot * kTile; from < call.source; from += kTile * work.slots) {
-      const int64_t n = min(kTile, call.source - from);
-      float* dk = work.dk + ((batch * call.source_head + source_head) * call.source + from) * key_width;
-      for (int64_t i = 0; i < n * key_width; i += N) Vec::store(dk + i, Vec::mul(Vec::load(dk + i), Vec::set1(call.scale)));
-    }
-  }
 };
 
 // Work item: every `slots`-th tile of sources of one source head, for all queries that read them.
@@ -310,7 +299,6 @@ void backward_item(const Backward& work, int64_t item, char* scratch) {
       gradient.first = first, gradient.count = min(kMaxLanes, call.query - first);
       gradient.block();
     }
-  gradient.scale_dk();
 }
 
 size_t backward_scratch(const Backward& work) {

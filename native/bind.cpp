@@ -108,6 +108,9 @@ struct Call {
   void set_softcap(float cap) { work.softcap = cap; }
   void set_sinks(uintptr_t place) { work.sinks = address<float>(place); }
   void set_lse(uintptr_t place) { work.lse = address<float>(place); }
+  void set_rows_of_softmax(uintptr_t most, uintptr_t scale) {
+    work.row_max = address<float>(most), work.row_scale = address<float>(scale);
+  }
   void set_entropy(uintptr_t place) { work.entropy = address<float>(place); }
   void set_top(int64_t count, uintptr_t weights, uintptr_t sources) {
     require(count > 0, "top needs a positive count");
@@ -155,16 +158,16 @@ struct Call {
 
   // Gradients into dq (slots, batch, head, query, head_dim) and dk, dv (batch, source_head, source,
   // width of whole vectors), all fp32; dk and dv are zeros on entry.
-  void differentiate(uintptr_t grad, Four grad_stride, uintptr_t shift, uintptr_t bend, uintptr_t dq, uintptr_t dk,
+  void differentiate(uintptr_t grad, Four grad_stride, uintptr_t grad_lse, uintptr_t dq, uintptr_t dk,
                      uintptr_t dv, int64_t slots, int threads) {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query || !work.source) return;
     require(slots > 0, "slots must be positive");
-    require(work.lse, "gradients need the log-sum-exp");
+    require(work.row_max, "gradients need the maxima and sums of the rows");
     Backward gradient{};
     gradient.forward = work;
     gradient.grad_out = view(grad, {work.batch, work.head, work.query, work.value_dim}, grad_stride, work.type);
-    gradient.shift = address<float>(shift, false), gradient.bend = address<float>(bend, false);
+    gradient.grad_lse = address<float>(grad_lse, false);
     gradient.dq = address<float>(dq), gradient.dk = address<float>(dk), gradient.dv = address<float>(dv);
     gradient.slots = slots;
     times(times(times(slots, work.batch), times(work.head, work.query)), 4 * kMaxDim);
@@ -189,6 +192,7 @@ NB_MODULE(_native, m) {
       .def("set_softcap", &Call::set_softcap)
       .def("set_sinks", &Call::set_sinks)
       .def("set_lse", &Call::set_lse)
+      .def("set_rows_of_softmax", &Call::set_rows_of_softmax)
       .def("set_entropy", &Call::set_entropy)
       .def("set_top", &Call::set_top)
       .def("set_distance", &Call::set_distance)

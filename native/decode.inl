@@ -195,6 +195,7 @@ struct Few {
     }
     const int64_t place = (batch * call.head + head) * call.query_total + call.first_query + query;
     if (call.lse) call.lse[place] = total == 0 ? -INFINITY : most + std::log(total);
+    if (call.row_max) call.row_max[place] = total == 0 ? 0 : most, call.row_scale[place] = total == 0 ? 0 : 1 / total;
   }
 };
 

@@ -169,7 +169,7 @@ bool forward(const Kernel& kernel, Forward& call, int threads) {
   // reading the sources costs more than the few operations on them
   if (!forward_few(kernel, call, threads_for(4 * work / call.query, threads))) return false;
   if (!reads_more(call)) return true;
-  call.out.data = nullptr, call.lse = nullptr;
+  call.out.data = nullptr, call.lse = call.row_max = nullptr;
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 

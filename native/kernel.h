@@ -42,6 +42,8 @@ struct Forward {
   Bias bias;
 
   float* lse;
+  float* row_max;    // what the backward needs to have the same weights: the largest score of each
+  float* row_scale;  // query, and one over the sum of exp(score - row_max), 0 for an empty row
   float* entropy;
   int64_t top;
   float* top_weights;    // (batch, head, query_total, top)
@@ -69,12 +71,10 @@ struct Forward {
 // Gradients of one call, all in fp32: dq is (slots, batch, head, query, head_dim), dk and dv are
 // (batch, source_head, source, width) with the width padded to whole vectors, zeroed by the caller.
 struct Backward {
-  Forward forward;  // sizes, q, k, v, out, mask, bias, scale, softcap and lse of the call
+  Forward forward;  // sizes, q, k, v, out, mask, bias, scale, softcap, row_max and row_scale of the call
   View grad_out;    // in the type of q
-  // Per (batch, head, query), or null: with w the weights, the gradient of the scores becomes
-  // w * (grad_out . v - grad_out . out - shift - bend * ln w).
-  const float* shift;
-  const float* bend;
+  // Per (batch, head, query), or null: the gradient of the log-sum-exp.
+  const float* grad_lse;
   float *dq, *dk, *dv;
   const uint32_t* packed_k;  // as packed_v, where bf16 dot products are used
   int64_t slots;    // the tiles of sources are dealt out over so many work items a source head

@@ -69,9 +69,7 @@ def four(x: Tensor) -> Tensor:
 class Inputs:
     """The tensors of a problem as the kernel reads them; they live as long as the call."""
 
-    def __init__(
-        self, problem: Problem, ranges: Ranges | None = None, edges: Tensor | None = None
-    ):
+    def __init__(self, problem: Problem, ranges: Ranges | None = None, edges: Tensor | None = None):
         self.problem = problem
         self.query, self.key, self.value = map(four, (problem.query, problem.key, problem.value))
         self.ranges, self.edges, self.bias, self.sinks = ranges, edges, None, None
@@ -140,15 +138,19 @@ def steps(x: Tensor) -> tuple[int, ...]:
 class Results:
     """What the kernel fills beside the context: made to measure, handed out as reading values."""
 
-    def __init__(self, inputs: Inputs, read: tuple[Reading, ...], lse: bool):
+    def __init__(self, inputs: Inputs, read: tuple[Reading, ...], graph: bool):
         self.inputs, self.read = inputs, read
         self.shape = tuple(inputs.query.shape[:3])
         self.source = inputs.key.shape[2]
-        self.lse = self._new(*self.shape) if lse or self._wants(readings.LogSumExp) else None
+        # What the backward needs: the largest score of each row, and one over its sum.
+        self.softmax = self._new(2, *self.shape) if graph else None
+        self.lse = self._new(*self.shape) if graph or self._wants(readings.LogSumExp) else None
         self.entropy = self._new(*self.shape) if self._wants(readings.Entropy) else None
         self.distance = self._new(*self.shape) if self._wants(readings.Distance) else None
         self.top = self.mass = self.rows = self.received = self.cells = None
-        self.slots = max(1, min(SLOTS // (self.shape[0] * self.shape[1]), -(-self.shape[2] // _native.block())))
+        self.slots = max(
+            1, min(SLOTS // (self.shape[0] * self.shape[1]), -(-self.shape[2] // _native.block()))
+        )
         if top := max((r.k for r in read if isinstance(r, readings.TopK)), default=0):
             self.top = self._new(*self.shape, top), torch.empty(*self.shape, top, dtype=torch.int64)
         if self._wants(readings.Received):
@@ -191,6 +193,8 @@ class Results:
         """Tell a kernel call where its results go."""
         if self.lse is not None:
             call.set_lse(self.lse.data_ptr())
+        if self.softmax is not None:
+            call.set_rows_of_softmax(*(x.data_ptr() for x in self.softmax))
         if self.entropy is not None:
             call.set_entropy(self.entropy.data_ptr())
         if self.distance is not None:
@@ -208,13 +212,19 @@ class Results:
             call.set_received(self.received.data_ptr())
         if self.cells is not None:
             queries, sources, total, most = self.cells
-            call.set_cells(len(queries) - 1, len(sources) - 1, *(x.data_ptr() for x in (queries, sources, total, most)))
+            call.set_cells(
+                len(queries) - 1,
+                len(sources) - 1,
+                *(x.data_ptr() for x in (queries, sources, total, most)),
+            )
 
     def _ask_edges(self, call: Any, part: range) -> None:
         if self.mass_ranges is not None:
             start, stop = self.mass_ranges
             at = 4 * part.start
-            call.set_mass_ranges(start.data_ptr() + at, stop.data_ptr() + at, *self.mass_ranges.strides())
+            call.set_mass_ranges(
+                start.data_ptr() + at, stop.data_ptr() + at, *self.mass_ranges.strides()
+            )
         else:
             self.mass_edges = self.inputs.write_out(self.mass_mask, part)
             call.set_mass_edges(self.mass_edges.data_ptr(), steps(self.mass_edges))
@@ -270,12 +280,12 @@ ONCE = {readings.Mass, readings.BlockMap}
 
 
 def forward(
-    inputs: Inputs, read: tuple[Reading, ...] = (), lse: bool = False
+    inputs: Inputs, read: tuple[Reading, ...] = (), graph: bool = False
 ) -> tuple[Tensor, Results | None]:
     """Run the kernel: the context, (batch, head, query, value_dim), and what else was asked for."""
     q = inputs.query
     out = torch.empty(*q.shape[:3], inputs.value.shape[3], dtype=q.dtype)
-    results = Results(inputs, read, lse) if read or lse else None
+    results = Results(inputs, read, graph) if read or graph else None
     parts = inputs.parts()
     if results is not None and results.mass is not None and results.mass_ranges is None:
         parts = split(parts, max(1, EDGES // (math.prod(q.shape[:2]) * inputs.key.shape[2])))
@@ -297,7 +307,11 @@ def context(problem: Problem) -> Tensor:
     if not plain or not side_by_side or (mask is not None and ranges is None):
         return forward(Inputs(problem))[0]
     width = v.shape[3]
-    out = q.new_empty((*shape[:3], width)) if width != shape[3] else torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = (
+        q.new_empty((*shape[:3], width))
+        if width != shape[3]
+        else torch.empty_like(q, memory_format=torch.contiguous_format)
+    )
     call = _native.Forward(
         TYPES[q.dtype], q.data_ptr(), shape, q_steps, k.data_ptr(), k.shape, k_steps,
         v.data_ptr(), v.shape, v_steps, out.data_ptr(), out.stride(), problem.scale,
@@ -315,24 +329,43 @@ def split(parts: list[range], rows: int) -> list[range]:
 
 
 def backward(
-    inputs: Inputs, out: Tensor, lse: Tensor, grad: Tensor, shift: Tensor | None, bend: Tensor | None
+    inputs: Inputs, out: Tensor, softmax: Tensor, grad: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in fp32, by the kernel."""
     q, k, v = inputs.query, inputs.key, inputs.value
-    batch, head, query, width = q.shape
-    pad = -_native.lanes()
+    batch, head, _, width = q.shape
     few = -(-4 * torch.get_num_threads() // (batch * k.shape[1]))
     slots = max(1, min(few, -(-k.shape[2] // 64)))
-    dk = torch.zeros(*k.shape[:3], width // pad * pad)
-    dv = torch.zeros(*v.shape[:3], v.shape[3] // pad * pad)
-    grad, dq = four(grad.to(q.dtype)), []
+    dk, dv = (torch.zeros(*x.shape[:3], whole_vectors(x.shape[3])) for x in (k, v))
+    grad, given, dq = four(grad.to(q.dtype)), 0, []
+    if grad_lse is not None:
+        grad_lse = grad_lse.float().reshape(q.shape[:3]).contiguous()
+        given = grad_lse.data_ptr()
     for part in inputs.parts():
         call = inputs.call(out, part)
-        call.set_lse(lse.data_ptr())
+        call.set_rows_of_softmax(*(x.data_ptr() for x in softmax))
         g = grad[:, :, part.start : part.stop]
         share = torch.empty(slots, batch, head, len(part), width)
-        call.differentiate(g.data_ptr(), g.stride(), 0 if shift is None else shift.data_ptr(), 0 if bend is None else bend.data_ptr(),
-                           share.data_ptr(), dk.data_ptr(), dv.data_ptr(), slots, 0)
+        places = (x.data_ptr() for x in (share, dk, dv))
+        call.differentiate(g.data_ptr(), g.stride(), given, *places, slots, 0)
         dq.append(share[0] if slots == 1 else share.sum(0))
     whole = dq[0] if len(dq) == 1 else torch.cat(dq, 2)
     return whole, dk[..., :width], dv[..., : v.shape[3]]
+
+
+def whole_vectors(width: int) -> int:
+    """The width in whole vectors of the kernel's lanes."""
+    return -(-width // _native.lanes()) * _native.lanes()
+
+
+def sink_gradient(
+    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """A sink takes weight from all sources of its rows, and brings no value."""
+    delta = (out.float() * grad.float()).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.reshape(lse.shape)
+    weight = (problem.sinks.float()[:, None] - lse).exp()  # type: ignore[union-attr]
+    # In an empty row whose sink is -inf, inf - inf: it has no weight to give.
+    weight = torch.where(weight.isfinite(), weight, 0)
+    return -(weight * delta).sum((0, 2)).to(problem.sinks.dtype)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tens
     query, shape = _four(problem.query), problem.query.shape
     start, stop, edges = _edges(problem)
     bias = None if problem.bias is None else _bias(problem, query)
-    context, lse = torch.ops.clearhead.attend(
+    context, lse, _ = torch.ops.clearhead.attend(
         query, _four(problem.key), _four(problem.value), start, stop, edges, bias, problem.sinks,
         problem.scale, problem.softcap,
     )  # fmt: skip
@@ -66,33 +66,46 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
     edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
-    context, results = _kernel.forward(inputs, lse=True)
-    return context, results.lse
+    context, results = _kernel.forward(inputs, graph=True)
+    return context, results.lse, results.softmax  # type: ignore[union-attr]
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lead = query.shape[:3]
-    return query.new_empty(*lead, value.shape[3]), query.new_empty(lead, dtype=torch.float32)
+    lse = query.new_empty(lead, dtype=torch.float32)
+    return query.new_empty(*lead, value.shape[3]), lse, lse.new_empty(2, *lead)
 
 
 @torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    grad: Tensor, grad_lse: Tensor, context: Tensor, softmax: Tensor, query: Tensor, key: Tensor,
     value: Tensor, start: Tensor | None, stop: Tensor | None, edges: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
-    shift = (-grad_lse.float()).contiguous()
-    found = _kernel.backward(inputs, _kernel.four(context), lse.contiguous(), grad, shift, None)
-    return tuple(g.to(x.dtype).contiguous() for g, x in zip(found, (query, key, value), strict=True))  # type: ignore[return-value]
+    found = _kernel.backward(inputs, _kernel.four(context), softmax.contiguous(), grad, grad_lse)
+    return tuple(
+        g.to(x.dtype).contiguous() for g, x in zip(found, (query, key, value), strict=True)
+    )  # type: ignore[return-value]
 
 
 @_backward.register_fake
-def _(grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+def _(
+    grad: Tensor,
+    grad_lse: Tensor,
+    context: Tensor,
+    softmax: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> Any:
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -100,14 +113,15 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> Any:
-    *tensors, context, lse = ctx.saved_tensors
-    found = torch.ops.clearhead.attend_backward(grad, grad_lse, context, lse, *tensors, ctx.scale, ctx.softcap)
+def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor, _: Any) -> Any:
+    *tensors, context, lse, softmax = ctx.saved_tensors
+    found = torch.ops.clearhead.attend_backward(
+        grad, grad_lse, context, softmax, *tensors, ctx.scale, ctx.softcap
+    )
     sinks = None
     if ctx.needs_input_grad[7]:
-        delta = (context.float() * grad.float()).sum(-1) - grad_lse
-        weight = (tensors[7].float()[:, None] - lse).exp()
-        sinks = (-(torch.where(weight.isfinite(), weight, 0) * delta).sum((0, 2))).to(tensors[7].dtype)
+        problem = Problem(*tensors[:3], None, ctx.scale, sinks=tensors[7])
+        sinks = _kernel.sink_gradient(problem, context, lse, grad, grad_lse)
     return *found, None, None, None, None, sinks, None, None
 
 

@@ -85,10 +85,12 @@ def _inputs(problem: Problem) -> tuple[Tensor | None, ...]:
     return problem.query, problem.key, problem.value, problem.bias, problem.sinks
 
 
-def _forward(problem: Problem, read: tuple[Reading, ...], lse: bool = False) -> tuple[Any, list[Any], Any, Any]:
+def _forward(
+    problem: Problem, read: tuple[Reading, ...], graph: bool = False
+) -> tuple[Any, list[Any], Any, Any]:
     taken = _kernel.native_readings(problem, read) if read else ()
     inputs = _kernel.Inputs(problem)
-    out, results = _kernel.forward(inputs, taken, lse)
+    out, results = _kernel.forward(inputs, taken, graph)
     shape = problem.query.shape
     context = out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
     if not read:
@@ -113,70 +115,48 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
-        context, values, results, handed = _forward(problem, read, lse=True)
+        context, values, results, handed = _forward(problem, read, graph=True)
         flat, spec = pytree.tree_flatten(values) if read else ((), None)
         specs.append(spec)
         ctx.problem, ctx.read, ctx.spec = replace(problem, **dict.fromkeys(FIELDS)), read, spec
         ctx.ranges = handed.ranges
-        ctx.save_for_backward(*inputs, context, results.lse)
+        ctx.save_for_backward(*inputs, context, results.lse, results.softmax)
         ctx.set_materialize_grads(False)
         return context, *(x.view_as(x) for x in flat)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor | None, *flat: Any):
-        *inputs, context, lse = ctx.saved_tensors
+        *inputs, context, lse, softmax = ctx.saved_tensors
         problem = replace(ctx.problem, **dict(zip(FIELDS, inputs, strict=True)))
         needs = ctx.needs_input_grad[3:]
-        shares = pytree.tree_unflatten(flat, ctx.spec) if flat else []
-        terms = _Terms(ctx.read, shares, problem)
-        if torch.is_grad_enabled() or not terms.known or needs[3]:
+        grad_lse, known = _of_lse(ctx.read, flat, ctx.spec)
+        if torch.is_grad_enabled() or not known or needs[3]:
             return None, None, None, *_through_rest(problem, ctx.read, (outer, *flat), needs)
-        if outer is None:
-            outer = torch.zeros_like(context)
-        found = terms.gradient(problem, ctx.ranges, outer, context, lse, needs)
-        return None, None, None, *found
+        out = _kernel.four(context)
+        grad = torch.zeros_like(out) if outer is None else _kernel.four(outer)
+        handed = _kernel.Inputs(problem)
+        given = _kernel.backward(handed, out, softmax, grad, grad_lse)
+        found = [
+            g.reshape(x.shape).to(x.dtype) if need else None
+            for x, g, need in zip(inputs, given, needs, strict=False)
+        ]
+        sinks = _kernel.sink_gradient(problem, out, lse, grad, grad_lse) if needs[4] else None
+        return None, None, None, *found, None, sinks
 
 
 FIELDS = ("query", "key", "value", "bias", "sinks")
 
 
-class _Terms:
-    """The gradients of readings that fold into the kernel's: log-sum-exp and entropy."""
-
-    def __init__(self, read: tuple[Reading, ...], shares: list[Any], problem: Problem):
-        self.lse: Tensor | None = None
-        self.entropy: Tensor | None = None
-        self.known = True
-        for reading, share in zip(read, shares, strict=True):
-            given = [x for x in pytree.tree_leaves(share) if x is not None]
-            if not given:
-                continue
-            if type(reading) is readings.LogSumExp:
-                self.lse = share if self.lse is None else self.lse + share
-            else:
-                self.known = False
-
-    def gradient(
-        self, problem: Problem, ranges: Any, outer: Tensor, context: Tensor, lse: Tensor, needs: Any
-    ) -> list[Tensor | None]:
-        """Gradients of query, key, value, bias (None) and sinks."""
-        with torch.no_grad():
-            inputs = _kernel.Inputs(problem)
-            shift = None if self.lse is None else (-self.lse.float()).reshape(lse.shape).contiguous()
-            out, grad = _kernel.four(context), _kernel.four(outer)
-            found: list[Tensor | None] = []
-            given = _kernel.backward(inputs, out, lse, grad, shift, None)
-            for x, g, need in zip((problem.query, problem.key, problem.value), given, needs, strict=False):
-                found.append(g.reshape(x.shape).to(x.dtype) if need else None)
-            sinks = None
-            if needs[4]:
-                delta = (out.float() * grad.float()).sum(-1)
-                delta = delta if shift is None else delta + shift
-                weight = (problem.sinks.float()[:, None] - lse).exp()
-                # an empty row with a sink at -inf has no weight to give
-                weight = torch.where(weight.isfinite(), weight, 0)
-                sinks = (-(weight * delta).sum((0, 2))).to(problem.sinks.dtype)
-        return [*found, None, sinks]
+def _of_lse(read: tuple[Reading, ...], flat: Any, spec: Any) -> tuple[Tensor | None, bool]:
+    """The gradient of the log-sum-exp, which the kernel takes, and whether it is the only one."""
+    total, known = None, True
+    for reading, share in zip(read, pytree.tree_unflatten(flat, spec) if read else (), strict=True):
+        given = [x for x in pytree.tree_leaves(share) if x is not None]
+        if given and type(reading) is readings.LogSumExp:
+            total = given[0] if total is None else total + given[0]
+        elif given:
+            known = False
+    return total, known
 
 
 def _through_rest(
@@ -186,12 +166,22 @@ def _through_rest(
     again_differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         # One tensor may be query, key and value at once: each alias has its own gradient.
-        aliases = [None if x is None else x.view_as(x) if x.requires_grad else x for x in _inputs(problem)]
+        aliases = [
+            None if x is None else x.view_as(x) if x.requires_grad else x for x in _inputs(problem)
+        ]
         again = replace(problem, **dict(zip(FIELDS, aliases, strict=True)))
         context, values = rest.attend(again, read)
         outputs = [context, *pytree.tree_leaves(values)]
-        pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if g is not None and x.requires_grad]
+        pairs = [
+            (x, g)
+            for x, g in zip(outputs, gradients, strict=True)
+            if g is not None and x.requires_grad
+        ]
         wanted = [x for x, need in zip(aliases, needs, strict=True) if need]
         ends, starts = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ends, wanted, starts, create_graph=again_differentiable, allow_unused=True))
+        found = iter(
+            torch.autograd.grad(
+                ends, wanted, starts, create_graph=again_differentiable, allow_unused=True
+            )
+        )
     return [next(found) if need else None for need in needs]

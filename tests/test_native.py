@@ -1,0 +1,349 @@
+"""The compiled kernel on every instruction set of the machine, and that the one asked for ran."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead import masks, readings
+from clearhead._impl import _kernel, native
+from tests import fuzz_native, oracle
+from tests.cases import CASES, Case, naive
+
+kernel: Any = _kernel._native
+ISAS = kernel.available() if kernel else []
+if kernel is None:
+    pytest.skip(native.NOT_BUILT, allow_module_level=True)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernel.choose(request.param)
+    assert kernel.isa() == request.param
+    yield request.param
+    kernel.choose("")
+
+
+def attend(*args: Any, **kwargs: Any) -> Any:
+    return ch.attend(*args, impl="native", **kwargs)
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw).to(dtype) for _ in range(3)]
+
+
+READ = (
+    readings.LogSumExp(), readings.Entropy(), readings.TopK(3), readings.Received(),
+    readings.BlockMap(3), readings.Mass(masks.first(2)), readings.Distance(), readings.Rows([0, -1]),
+    readings.Weights(),
+)  # fmt: skip
+
+
+def served(case: Case) -> bool:
+    sizes = (*case.batch, case.head, case.query, case.sources, case.head_dim)
+    return 0 not in (*sizes[:-4], *sizes[-3:]) and case.value_dim != 0
+
+
+SERVED = [case for case in CASES if served(case)]
+
+
+class TestEveryCase:
+    @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+    def test_context_and_log_sum_exp(self, isa: str, case: Case) -> None:
+        given = case.inputs()
+        context, lse = attend(**given, read=readings.LogSumExp())
+        right, (plain, plain_lse) = case.right(given), naive(case, given)
+        f32 = torch.float32
+        # Without a fused multiply-add every product is rounded once more.
+        slack = 1.5 if isa == "baseline" else 1
+        assert oracle.error(context, right.context) <= slack * oracle.budget(plain, right.context, f32)
+        assert oracle.error(lse, right.lse) <= oracle.budget(plain_lse, right.lse, f32)
+
+    @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+    def test_gradients(self, isa: str, case: Case) -> None:
+        found = []
+        for impl, dtype in (("native", None), ("reference", None), ("reference", torch.float64)):
+            given = case.inputs()
+            leaves = {n: given[n] for n in ("query", "key", "value", "sinks") if n in given}
+            leaves = {n: x.to(dtype or x.dtype).clone().requires_grad_() for n, x in leaves.items()}
+            context, lse = ch.attend(**{**given, **leaves}, read=readings.LogSumExp(), impl=impl)
+            lse = torch.where(lse.isinf(), 0, lse)
+            (context.square().sum() + lse.sum()).backward()
+            found.append([x.grad for x in leaves.values()])
+        size = self.terms(leaves, context, given)
+        for ours, theirs, right in zip(*found, strict=True):
+            rounding = torch.finfo(torch.float32).eps * (right.abs().max() + size)
+            assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + rounding
+
+    @staticmethod
+    def terms(leaves: dict[str, Tensor], context: Tensor, given: dict[str, Any]) -> float:
+        """The size of the terms whose difference is a gradient: grad . v - grad . context."""
+        query, key, value = (leaves[name].detach().abs() for name in ("query", "key", "value"))
+        scale = given.get("scale", query.shape[-1] ** -0.5)
+        dots = 2 * context.detach().abs().sum(-1).max() * value.max()
+        return float(abs(scale) * dots * max(query.max(), key.max()))
+
+
+class TestSizes:
+    """Edges of tiles, lanes and blocks, with every reading, in every dtype."""
+
+    @pytest.mark.parametrize("query", [1, 4, 5, 15, 16, 17, 47, 48, 49, 64, 97])
+    @pytest.mark.parametrize("source", [1, 63, 64, 65, 131])
+    def test_readings(self, isa: str, query: int, source: int) -> None:
+        q, _, _ = tensors(1, 2, query, 7)
+        k, v, _ = tensors(1, 2, source, 7, seed=1)
+        mask = masks.window(50)
+        context, values = attend(q, k, v, mask, read=READ)
+        theirs, right = ch.attend(q, k, v, mask, read=READ, impl="reference")
+        torch.testing.assert_close(context, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values, right, rtol=2e-5, atol=2e-5)
+        assert torch.equal(context, attend(q, k, v, mask))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("width", [1, 7, 16, 33, 64])
+    def test_half_precision(self, isa: str, dtype: torch.dtype, width: int) -> None:
+        q, k, v = tensors(1, 2, 65, width, dtype=dtype)
+        context = attend(q, k, v, masks.causal())
+        wide = [x.double() for x in (q, k, v)]
+        right = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        eps = torch.finfo(dtype).eps
+        assert (context - right).abs().max() <= 2 * (theirs - right).abs().max() + eps
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_gradients(self, isa: str, dtype: torch.dtype) -> None:
+        found = []
+        for attention, kind in (
+            (attend, dtype),
+            (torch.nn.functional.scaled_dot_product_attention, dtype),
+            (torch.nn.functional.scaled_dot_product_attention, torch.float64),
+        ):
+            leaves = [x.to(kind).requires_grad_() for x in tensors(1, 2, 67, 32, dtype=dtype)]
+            context = attention(*leaves)
+            found.append(torch.autograd.grad(context, leaves, torch.ones_like(context) / 3))
+        for ours, theirs, right in zip(*found, strict=True):
+            rounding = torch.finfo(dtype).eps * right.abs().max()
+            assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + rounding
+
+
+class TestExp2:
+    def test_units_in_the_last_place(self, isa: str) -> None:
+        x = torch.cat([torch.linspace(-126, 126, 2_000_003), torch.linspace(-1, 1, 100_003)])
+        y = torch.empty_like(x)
+        kernel.exp2(x.data_ptr(), y.data_ptr(), len(x))
+        right = np.exp2(x.numpy().astype(np.float64))
+        ulp = np.spacing(right.astype(np.float32)).astype(np.float64)
+        assert (np.abs(y.numpy() - right) / ulp).max() <= (2.0 if isa == "baseline" else 1.0)
+
+    def test_ends(self, isa: str) -> None:
+        x = torch.tensor([0.0, -0.0, -torch.inf, -1e30, -3e38, -200.0, torch.nan, 1.0])
+        y = torch.empty_like(x)
+        kernel.exp2(x.data_ptr(), y.data_ptr(), len(x))
+        assert y[:6].tolist() == [1, 1, 0, 0, 0, 0]
+        assert y[6].isnan()
+        assert y[7] == 2
+
+
+class TestFuzz:
+    def test_some(self, isa: str) -> None:
+        for seed in range(150):
+            fuzz_native.check(seed)
+
+    def test_a_lie_is_caught(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = fuzz_native.draw
+
+        def shifted(seed: int) -> fuzz_native.Drawn:
+            drawn = honest(seed)
+            drawn.allowed = drawn.allowed.roll(1, -1)
+            return drawn
+
+        monkeypatch.setattr(fuzz_native, "draw", shifted)
+        assert sum(_fails(seed) for seed in range(60)) > 15
+
+
+def _fails(seed: int) -> bool:
+    try:
+        fuzz_native.check(seed)
+    except AssertionError:
+        return True
+    return False
+
+
+class TestMasks:
+    def test_bytes_in_parts_are_the_whole(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = tensors(2, 2, 131, 8)
+        mask = masks.causal() & (masks.window(9) | masks.first(3))
+        assert mask.intervals(131) is None
+        whole = attend(q, k, v, mask, read=READ)
+        monkeypatch.setattr(_kernel, "EDGES", 131 * 60)
+        parts = attend(q, k, v, mask, read=READ)
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+        assert torch.equal(parts[0], whole[0])
+
+    def test_intervals_equal_bytes(self, isa: str) -> None:
+        q, k, v = tensors(2, 2, 131, 8)
+        window = masks.window(20)
+        context = attend(q, k, v, window.dense(131))
+        torch.testing.assert_close(attend(q, k, v, window), context, rtol=1e-6, atol=1e-6)
+
+    def test_gradients_of_bytes_in_parts(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_kernel, "EDGES", 131 * 60)
+        mask = masks.causal() & (masks.window(9) | masks.first(3))
+        found = []
+        for impl in ("native", "reference"):
+            leaves = [x.requires_grad_() for x in tensors(2, 2, 131, 8)]
+            ch.attend(*leaves, mask, impl=impl).square().sum().backward()
+            found.append([x.grad for x in leaves])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+class TestBits:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("shape", [(1, 1, 300, 16), (2, 3, 131, 32), (1, 2, 2, 300)])
+    def test_threads_and_runs_do_not_show(
+        self, isa: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        batch, head, query, source = shape
+        q, _, _ = tensors(batch, head, query, 16, dtype=dtype)
+        k, v, _ = tensors(batch, head, max(query, source), 16, dtype=dtype)
+
+        def answer(threads: int) -> list[Tensor]:
+            torch.set_num_threads(threads)
+            try:
+                context, values = attend(q, k, v, masks.causal(), read=READ[:5])
+            finally:
+                torch.set_num_threads(1)
+            return [context, values[0], values[1], *values[2], values[3], *values[4]]
+
+        first = answer(1)
+        for threads in (1, 2, 2, 3):
+            assert all(torch.equal(a, b) for a, b in zip(answer(threads), first, strict=True))
+
+    def test_gradients_at_one_thread_count(self, isa: str) -> None:
+        def gradients() -> tuple[Tensor, ...]:
+            leaves = [x.requires_grad_() for x in tensors(1, 1, 300, 16)]
+            return torch.autograd.grad(attend(*leaves).square().sum(), leaves)
+
+        torch.set_num_threads(2)
+        try:
+            first, second = gradients(), gradients()
+        finally:
+            torch.set_num_threads(1)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+    def test_python_threads_at_once(self, isa: str) -> None:
+        q, k, v = tensors(1, 4, 200, 32)
+        right, wrong = attend(q, k, v, masks.causal()), []
+
+        def work() -> None:
+            for _ in range(20):
+                if not torch.equal(attend(q, k, v, masks.causal()), right):
+                    wrong.append(1)
+
+        workers = [threading.Thread(target=work) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not wrong
+
+
+class TestChoice:
+    @pytest.mark.parametrize("name", ISAS)
+    def test_the_variable_takes_effect(self, name: str) -> None:
+        assert _run(name, "print(_native.isa())").stdout.strip() == name
+
+    def test_what_the_machine_lacks_is_an_error_that_lists_what_is_there(self) -> None:
+        done = _run("sve9", "import torch, clearhead; x = torch.ones(2, 3); clearhead.attend(x, x, x)")
+        assert done.returncode != 0
+        assert "CLEARHEAD_ISA" in done.stderr
+        assert all(name in done.stderr for name in ISAS)
+
+    def test_state_says_what_runs(self, isa: str) -> None:
+        assert native.state().startswith(isa)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"dtype": torch.float64}, "float64"),
+            ({"width": 257}, "above 256"),
+            ({"dropout": 0.1}, "dropout"),
+            ({"device": "meta"}, "not on the CPU"),
+            ({"positions": 0}, "no elements"),
+        ],
+    )
+    def test_reasons(self, change: dict[str, Any], reason: str) -> None:
+        dtype, device = change.get("dtype", torch.float32), change.get("device", "cpu")
+        shape = (1, change.get("positions", 3), change.get("width", 4))
+        x = torch.ones(shape, dtype=dtype, device=device)
+        with pytest.raises(ValueError, match=reason):
+            attend(x, x, x, dropout=change.get("dropout", 0.0))
+
+    def test_without_the_kernel_others_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_kernel, "_native", None)
+        x = torch.ones(2, 3)
+        torch.testing.assert_close(ch.attend(x, x, x), x)
+        with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
+            attend(x, x, x)
+        assert "no C++ compiler" in native.state()
+
+
+def _run(isa: str, code: str) -> subprocess.CompletedProcess[str]:
+    code = f"from clearhead._impl import _kernel; _native = _kernel._native\n{code}"
+    environment = {**os.environ, "CLEARHEAD_ISA": isa, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+class TestBinding:
+    """Nothing unchecked gets past it, whatever the Python side would do."""
+
+    GOOD: tuple[Any, ...] = (0, 64, (1, 1, 2, 4), (8, 8, 4, 1), 64, (1, 1, 3, 4), (12, 12, 4, 1),
+                             64, (1, 1, 3, 4), (12, 12, 4, 1), 64, (8, 8, 4, 1), 0.5)  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("at", "value", "rule"),
+        [
+            (0, 3, "the type"),
+            (1, 0, "missing"),
+            (1, 66, "not aligned"),
+            (2, (1, 1, 2, 5), "widths differ"),
+            (2, (2, 1, 2, 4), "batch sizes"),
+            (3, (8, 8, 1, 4), "side by side"),
+            (3, (8, -8, 4, 1), "negative"),
+            (3, (2**62, 8, 4, 1), "overflows"),
+            (5, (1, 2, 3, 4), "differ"),
+            (8, (1, 1, 5, 4), "sizes differ"),
+        ],
+    )
+    def test_refusals(self, at: int, value: Any, rule: str) -> None:
+        given = list(self.GOOD)
+        given[at] = value
+        kernel.Forward(*self.GOOD)
+        with pytest.raises(ValueError, match=rule):
+            kernel.Forward(*given)
+
+    def test_more_refusals(self) -> None:
+        call = kernel.Forward(*self.GOOD)
+        with pytest.raises(ValueError, match="missing"):
+            call.set_lse(0)
+        with pytest.raises(ValueError, match="inside the whole"):
+            call.set_part(1, 2)
+        with pytest.raises(ValueError, match="positive"):
+            call.set_slots(0)
+        with pytest.raises(ValueError, match="maxima"):
+            call.differentiate(64, (8, 8, 4, 1), 0, 64, 64, 64, 1, 1)
+        with pytest.raises(ValueError, match="no avx9 kernel"):
+            kernel.choose("avx9")
