@@ -196,6 +196,19 @@ class TestByWhateverMeans:
             assert torch.equal(before, after)
             near(seen[0].value, plain(q, q))
             assert seen[0].check is None
+            assert any("dropout was on" in note for note in seen.notes)
+
+    def test_weights_changed_after_the_softmax_show(self):
+        q = torch.randn(1, 2, 6, 8)
+
+        def mix():
+            weights = (q @ q.mT / math.sqrt(8)).softmax(-1)
+            return (weights * 0.5) @ q
+
+        with ch.watch(mix, read=WEIGHTS) as seen:
+            mix()
+        near(seen[0].value, plain(q, q))
+        assert any("its output differs" in note for note in seen.notes)
 
 
 class TestMasks:

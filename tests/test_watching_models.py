@@ -197,6 +197,7 @@ def test_beams(name: str, backend: str):
             assert (record.value - beam).abs().amax((1, 2, 3)).min() < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
 @torch.no_grad()
 def test_flex(name: str, monkeypatch: pytest.MonkeyPatch):

@@ -280,6 +280,13 @@ class _Watcher(Handler):
             return
         with torch.no_grad(), _full_precision(context):
             check = look.difference(call, context, _sample(call.sizes[2]))
+            if call.dropout:
+                self.note("dropout was on: readings are of the weights before it, without a check")
+            elif check is not None and not check <= look.tolerance(context):
+                self.note(
+                    f"{call.module or 'the model'}: its output differs by {check:.2g} from what "
+                    "the weights seen would make"
+                )
             if self._run is not None:
                 self._run.add(call, check)
             elif self.layers is not None and min(self.layers) < 0:

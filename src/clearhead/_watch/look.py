@@ -15,7 +15,16 @@ from clearhead._watch.call import Call
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Scores, Strip, Weights
 
-__all__ = ["allowed", "choose_heads", "difference", "mask_of", "read", "shared", "strip"]
+__all__ = [
+    "allowed",
+    "choose_heads",
+    "difference",
+    "mask_of",
+    "read",
+    "shared",
+    "strip",
+    "tolerance",
+]
 
 # Numbers in one strip of scores: 4 MiB of float32.
 _STRIP = 1 << 20
@@ -176,6 +185,11 @@ def difference(call: Call, context: Tensor, rows: Sequence[int]) -> float | None
     again = (weights @ value).reshape(batch, heads, len(rows), -1)
     own = context[:, :, list(rows)].to(again.dtype)
     return float((again - own).abs().max())
+
+
+def tolerance(context: Tensor) -> float:
+    """How large a `difference` rounding alone can make."""
+    return max(1e-4, 8 * torch.finfo(context.dtype).eps) * float(context.abs().max())
 
 
 def mask_of(call: Call, known: list[tuple[Tensor, Mask]]) -> Mask | None:
