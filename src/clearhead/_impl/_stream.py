@@ -64,7 +64,9 @@ def attend(
     query, dtype = problem.query, problem.dtype
     lead, rows = query.shape[:-2], query.shape[-2]
     lse = torch.full((prod(lead), rows), -INF, dtype=dtype)
-    context = torch.zeros(prod(lead), rows, problem.value.shape[-1] if mix else 0, dtype=dtype)
+    # Without a mask every row is written.
+    make = torch.empty if problem.mask is None else torch.zeros
+    context = make(prod(lead), rows, problem.value.shape[-1] if mix else 0, dtype=dtype)
     found = gatherers(problem, wanted)
     busy = [each for each in found if each]
     value = problem.value.flatten(0, -3).to(dtype)
@@ -72,7 +74,7 @@ def attend(
         at = (view.leads, view.piece.rows)
         lse[at] = view.lse
         if mix:
-            context[at] = _mix(view, value)
+            _mix(view, value, context[at])
         if busy:
             view.weights.mul_(view.total.reciprocal().unsqueeze(-1))
         for each in busy:
@@ -86,29 +88,29 @@ def attend(
     return mixed, lse.view(*lead, rows), parts
 
 
-def _mix(view: View, value: Tensor) -> Tensor:
-    """(lead, rows, value_dim): the weights' mixture of the values."""
+def _mix(view: View, value: Tensor, out: Tensor) -> None:
+    """The weights' mixture of the values, (lead, rows, value_dim)."""
     leads, rows, width = view.weights.shape
     group = view.problem.group
     sources = slice(view.leads.start // group, view.leads.stop // group)
     folded = view.weights.view(-1, group * rows, width)
     mixed = torch.bmm(folded, take(value[sources], view.piece.columns))
-    return mixed.view(leads, rows, -1).div_(view.total.unsqueeze(-1))
+    torch.div(mixed.view(leads, rows, -1), view.total.unsqueeze(-1), out=out)
 
 
 def _views(problem: Problem, bound: float, logs_too: bool) -> Iterator[View]:
     """Compute strip after strip; a view is only good until the next one comes."""
     group, source, dtype = problem.group, problem.key.shape[-2], problem.dtype
-    query = problem.query.flatten(0, -3).to(dtype) * (problem.scale * LOG2E)
+    query, scale = problem.query.flatten(0, -3), problem.scale * LOG2E
     key = problem.key.flatten(0, -3).to(dtype)
-    height = min(max(ELEMENTS // (group * source), 16), ROWS)
+    height = min(max(ELEMENTS // (group * source), 16), ROWS) * _threads()
     room = [Buffer(dtype), Buffer(dtype)]
     for piece, shut, sources in _jobs(problem, height):
         rows = piece.rows.stop - piece.rows.start
         leads = slice(sources.start * group, sources.stop * group)
         shape = (sources.stop - sources.start, group * rows, piece.width)
         logs = room[0].take(shape)
-        lines = query[leads, piece.rows].reshape(*shape[:2], -1)
+        lines = (query[leads, piece.rows].to(dtype) * scale).view(*shape[:2], -1)
         torch.bmm(lines, take(key[sources], piece.columns).mT, out=logs)
         logs = logs.view(-1, rows, piece.width)
         blocked = [(side, tiles[which[leads]]) for side, tiles, which in shut]
@@ -124,6 +126,11 @@ def _views(problem: Problem, bound: float, logs_too: bool) -> Iterator[View]:
         lse = (total.log2() + shift) * LN2
         total.masked_fill_(total == 0, 1)
         yield View(problem, piece, leads, weights, logs, total, lse, blocked)
+
+
+def _threads() -> int:
+    """How many second-level caches there are to fill; many strips are better than a few huge."""
+    return min(torch.get_num_threads(), 4)
 
 
 def _lower(logs: Tensor) -> Tensor:
@@ -142,7 +149,9 @@ def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], sli
     """
     pieces = [piece for piece in plan(problem, height) if piece.width]
     leads, held = prod(problem.key.shape[:-2]), height * problem.group
-    step = max(1, ELEMENTS // (held * max((piece.width for piece in pieces), default=1)))
+    step = max(
+        1, ELEMENTS * _threads() // (held * max((piece.width for piece in pieces), default=1))
+    )
     chunks = [slice(at, min(at + step, leads)) for at in range(0, leads, step)]
     # The mask may differ between all of them.
     tiles = prod(problem.query.shape[:-2]) if problem.mask is not None else 1
