@@ -1,6 +1,10 @@
 #include "dispatch.h"
 
+#ifdef CLEARHEAD_STD_THREADS  // for the thread sanitizer, which does not know OpenMP
+#include <thread>
+#else
 #include <omp.h>
+#endif
 
 #include <atomic>
 #include <cstdlib>
@@ -78,8 +82,14 @@ bool spread(int64_t items, int threads, size_t bytes, Item item) {
     work();
     return ok;
   }
+#ifdef CLEARHEAD_STD_THREADS
+  std::vector<std::thread> team;
+  for (int t = 0; t < threads; ++t) team.emplace_back(work);
+  for (std::thread& member : team) member.join();
+#else
 #pragma omp parallel num_threads(threads)
   work();
+#endif
   return ok;
 }
 
@@ -87,7 +97,11 @@ bool spread(int64_t items, int threads, size_t bytes, Item item) {
 constexpr double kWorthAThread = 4e5;
 
 int threads_for(double multiply_adds, int threads) {
+#ifdef CLEARHEAD_STD_THREADS
+  if (threads <= 0) threads = 4;
+#else
   if (threads <= 0) threads = omp_get_max_threads();
+#endif
   const double worth = multiply_adds / kWorthAThread;
   return worth < threads ? (worth < 1 ? 1 : (int)worth) : threads;
 }

@@ -173,7 +173,8 @@ def right(drawn: Drawn) -> Right:
     own = torch.finfo(drawn.query.dtype).eps
     rough = 0 if drawn.query.dtype == torch.float32 else own
     context = weights @ v
-    error = (relative + rough) * (weights @ v.abs()) + own * context.abs() + 1e-37 * v.abs().amax()
+    tiny = 1e-37 * (1 + v.abs().amax())  # bf16 dot products take denormals for zeros
+    error = (relative + rough) * (weights @ v.abs()) + own * context.abs() + tiny
     if drawn.query.dtype == torch.float16:
         error = error + 6e-8
     return Right(context, weights, scores, lse, error, weight_error)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Address and undefined-behaviour sanitizers over the kernel's tests, the thread sanitizer over
+# native/race.cpp. Needs gcc with its sanitizer libraries.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="${PYTHON:-.venv/bin/python}"
+out=build/sanitize
+rm -rf "$out/src"
+mkdir -p "$out/src"
+cp -r src/clearhead "$out/src/"
+rm -f "$out"/src/clearhead/_impl/_native*.so
+
+cmake -S . -B "$out/cmake" -G Ninja -DPython_EXECUTABLE="$(realpath -s "$(command -v "$python")")" \
+  -DCMAKE_BUILD_TYPE=Debug -DCLEARHEAD_OPTIMIZE=-O1 \
+  -DCMAKE_CXX_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" >/dev/null
+cmake --build "$out/cmake"
+cmake --install "$out/cmake" --prefix "$out/src" >/dev/null
+echo "== address and undefined behaviour"
+LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 PYTHONPATH="$out/src" \
+  "$python" -m pytest -q -p no:cacheprovider tests/test_native.py \
+  -k "not variable and not lacks and not ulp" "$@"
+
+echo "== threads"
+sources=(native/race.cpp native/dispatch.cpp)
+flags=(-std=c++17 -O1 -g -fsanitize=thread -DCLEARHEAD_STD_THREADS -Wno-uninitialized -Wno-maybe-uninitialized)
+objects=()
+for isa in baseline avx2 avx512 avx512_bf16; do
+  case $isa in
+    baseline) extra=() ;;
+    avx2) extra=(-mavx2 -mfma -mf16c) ;;
+    *) extra=(-mavx2 -mfma -mf16c -mavx512f -mavx512dq -mavx512bw -mavx512vl) ;;
+  esac
+  [ $isa = avx512_bf16 ] && extra+=(-mavx512bf16)
+  if [ $isa != baseline ] && [ "$(uname -m)" != x86_64 ]; then continue; fi
+  g++ "${flags[@]}" -ffp-contract=off "${extra[@]}" -c native/$isa.cpp -o "$out/$isa.o"
+  objects+=("$out/$isa.o")
+done
+[ "$(uname -m)" = x86_64 ] && flags+=(-DCLEARHEAD_X86)
+g++ "${flags[@]}" "${sources[@]}" "${objects[@]}" -pthread -o "$out/race"
+"$out/race"
