@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,8 @@ __all__ = [
 ]
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """One line of the table of all heads."""
 
     layer: int  # number of the attention call in the model's forward
@@ -164,7 +166,9 @@ class Survey:
 
     def mean(self, statistic: str) -> Tensor:
         """The means of one statistic, (layer, head); NaN where a layer has fewer heads."""
-        return self._each(statistic, lambda moments: moments.mean.where(moments.count > 0, torch.nan))
+        return self._each(
+            statistic, lambda moments: moments.mean.where(moments.count > 0, torch.nan)
+        )
 
     def variance(self, statistic: str) -> Tensor:
         """The variances of one statistic, (layer, head)."""

@@ -51,7 +51,8 @@ def _added(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moments(row: Mapping[str, Any]) -> Moments:
     count, mean, variance = (
-        torch.tensor(float(row[name]), dtype=torch.float64) for name in ("count", "mean", "variance")
+        torch.tensor(float(row[name]), dtype=torch.float64)
+        for name in ("count", "mean", "variance")
     )
     return Moments(count, mean, variance * count)
 
@@ -64,9 +65,7 @@ def atlas(
     `threshold` is the mean weight from which a head has a role, `alike` the mean cosine from which
     two heads are redundant.
     """
-    heads = [
-        _head(*place, found, threshold) for place, found in pooled(rows).items()
-    ]
+    heads = [_head(*place, found, threshold) for place, found in pooled(rows).items()]
     return {
         "threshold": threshold,
         "alike": alike,
@@ -78,9 +77,7 @@ def atlas(
 
 def _head(layer: int, head: int, found: dict[str, Any], threshold: float) -> dict[str, Any]:
     means = {name: row["mean"] for name, row in found.items()}
-    roles = [
-        role for role in ROLES if means.get(role, 0.0) >= _OWN_THRESHOLD.get(role, threshold)
-    ]
+    roles = [role for role in ROLES if means.get(role, 0.0) >= _OWN_THRESHOLD.get(role, threshold)]
     module = next(iter(found.values()))["module"]
     return {"layer": layer, "head": head, "module": module, "roles": roles, "means": means}
 

@@ -21,7 +21,11 @@ class Batch:
     """Token numbers (batch, position) and which of them are real; padding may be on any side."""
 
     def __init__(self, tokens: Tensor, real: Tensor | None = None) -> None:
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim not in (1, 2):
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.is_floating_point()
+            or tokens.ndim not in (1, 2)
+        ):
             got = getattr(tokens, "shape", type(tokens).__name__)
             raise type_error("tokens", "are integers, (batch, position) or (position,)", got=got)
         self.tokens = tokens if tokens.ndim == 2 else tokens[None]
@@ -49,13 +53,13 @@ class Batch:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The tokens with a number of its own for each padded position, so that none is repeated."""
+        """The tokens, with a number of its own for each padded position: none is repeated."""
         own = self.tokens.min() - 1 - torch.arange(self.sizes[1], device=self.tokens.device)
         return torch.where(self.real, self.tokens.long(), own)
 
     @cached_property
     def before(self) -> Tensor:
-        """(batch, position): the last earlier position with the same token; -1 where there is none."""
+        """(batch, position): the last earlier position with the same token; -1 if there is none."""
         order = self.ids.argsort(dim=-1, stable=True)
         sorted_ids = self.ids.gather(-1, order)
         last = torch.full_like(order, -1)

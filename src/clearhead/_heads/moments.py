@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ class Moments:
         """Reduce the last axis; values that are not counted may be anything."""
         # On the CPU, as not every device has float64.
         values = values.cpu().double()
-        counted = torch.ones((), dtype=torch.bool) if counted is None else counted.cpu()
-        values, counted = torch.broadcast_tensors(values, counted)
-        count = counted.sum(-1).double()
-        mean = torch.where(counted, values, 0).sum(-1) / count.clamp(min=1)
-        spread = torch.where(counted, values - mean.unsqueeze(-1), 0).square().sum(-1)
+        mask = torch.ones((), dtype=torch.bool) if counted is None else counted.cpu()
+        shape = torch.broadcast_shapes(values.shape, mask.shape)
+        values, mask = values.expand(shape), mask.expand(shape)
+        count = mask.sum(-1).double()
+        mean = torch.where(mask, values, 0).sum(-1) / count.clamp(min=1)
+        spread = torch.where(mask, values - mean.unsqueeze(-1), 0).square().sum(-1)
         return Moments(count, mean, spread)
 
     @staticmethod
@@ -59,5 +61,5 @@ class Moments:
         spread = self.spread + other.spread + step.square() * self.count * share
         return Moments(count, torch.where(count == 0, 0, mean), spread)
 
-    def __getitem__(self, at: int | tuple[int, ...]) -> Moments:
+    def __getitem__(self, at: Any) -> Moments:
         return Moments(self.count[at], self.mean[at], self.spread[at])

@@ -59,7 +59,7 @@ class Layer:
         return Layer(module, *(Moments(*(tensors[f"{n}.{f}"] for f in fields)) for n in names))
 
     def variability(self) -> Tensor:
-        """The share of the weights' squares that differs between sequences, (head,); see `heads`."""
+        """The share of the weights' squares that differs between sequences, (head,)."""
         corner = self.corner
         own = torch.where(corner.count > 1, corner.spread, 0).sum((-2, -1))
         squares = torch.where(corner.count > 1, corner.count * corner.mean**2, 0).sum((-2, -1))

@@ -104,7 +104,7 @@ def _calls(model: nn.Module, inputs: Any) -> list[Call]:
             model(*(inputs if isinstance(inputs, tuple) else (inputs,)), **_uncached(model, {}))
     if not keeper.calls:
         raise RuntimeError("rollout: no attention call of the model was seen")
-    sizes = {call.sizes[::2] + (call.sizes[3],) for call in keeper.calls}
+    sizes = {(*call.sizes[::2], call.sizes[3]) for call in keeper.calls}
     if len(sizes) > 1 or any(query != source for _, query, source in sizes):
         raise value_error(
             "model",

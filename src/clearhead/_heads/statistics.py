@@ -11,8 +11,6 @@ has one value for a whole sequence (sink rate, received, coverage, overlap) is t
 sequences that have a row that counts. Count and variance are over the same rows or sequences.
 """
 
-# The statistics' own docstrings hold what is to be said; their methods are documented once.
-# ruff: noqa: D102
 from __future__ import annotations
 
 import torch

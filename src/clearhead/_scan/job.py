@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class Job:
-    """One scan. `about` says what makes it the scan that it is; a resumed one must have the same."""
+    """One scan. `about` says what makes it this scan: a resumed one must have the same."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Job:
             for number, layer in enumerate(self.documents.pop(document)):
                 for head in range(layer.heads):
                     self._rows += [
-                        {"document": document, **row._asdict()}
+                        {"document": document, **vars(row)}
                         for row in Survey.rows_of(layer, number, head)
                         if row.count
                     ]
@@ -155,7 +155,7 @@ class Job:
             self.checkpoint.add_rows(self._rows)
             table.gather(self.target, self.checkpoint.row_files(), about)
         else:
-            table.write(self.target, (row._asdict() for row in self.survey.rows()), about)
+            table.write(self.target, (vars(row) for row in self.survey.rows()), about)
         self.checkpoint.clear()
 
 

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         with _progress(job.share, job.survey.tokens) as tell:
             job.run(tell, arguments.batch)
     except Stopped:
-        _say(f"stopped after {job.survey.sequences} sequences; the same command with --resume goes on")
+        _say(f"stopped after {job.survey.sequences} sequences; --resume goes on from there")
         return INTERRUPTED
     _report(job)
     print(f"Wrote {target}")
@@ -199,11 +199,15 @@ def _progress(share: float, tokens: int) -> Iterator[Callable[[float, int], None
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
+        columns = (
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.description}"),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("reading", total=1.0, completed=share)
+            task = bar.add_task("reading", total=1000, completed=round(1000 * share))
             yield lambda share, tokens: bar.update(
-                task, completed=share, description=words(share, tokens)
+                task, completed=round(1000 * share), description=words(share, tokens)
             )
         return
     last = [started]

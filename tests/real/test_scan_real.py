@@ -1,0 +1,98 @@
+"""Scanning with a real model: the same table whatever the batch size, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clearhead import cli
+from clearhead._heads.atlas import pooled
+from clearhead.models.text import shipped_text
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+MODELS = Path(os.environ.get("CLEARHEAD_MODELS", ".cache/models"))
+if not (MODELS / "smollm2" / "config.json").exists():
+    pytest.skip(f"no models in {MODELS}: run `make real`", allow_module_level=True)
+
+# A larger slice can be asked for: the whole promise is one megabyte.
+BYTES = int(os.environ.get("CLEARHEAD_SCAN_BYTES", 12_000))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Paragraphs of very unlike lengths, repeated to the size asked for."""
+    path = tmp_path_factory.mktemp("scan") / "corpus.txt"
+    text = shipped_text()
+    path.write_text((text * (1 + BYTES // len(text)))[:BYTES], encoding="utf-8")
+    return path
+
+
+def options(corpus: Path, out: Path, model: str, batch: int) -> list[str]:
+    return [
+        "scan", str(corpus), "--model", str(MODELS / model), "--out", str(out),
+        "--by", "paragraph", "--length", "128", "--batch", str(batch),
+    ]  # fmt: skip
+
+
+def rows(path: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
+    return {(r["layer"], r["head"], r["statistic"]): r for r in pq.read_table(path).to_pylist()}
+
+
+def assert_same(left: Path, right: Path) -> None:
+    ours, theirs = rows(left), rows(right)
+    assert ours.keys() == theirs.keys()
+    worst = {}
+    for key, row in ours.items():
+        assert row["count"] == theirs[key]["count"]
+        for name in ("mean", "variance"):
+            if row[name] is not None:
+                scale = max(1, abs(row[name]))
+                worst[*key, name] = abs(row[name] - theirs[key][name]) / scale
+    largest = max(worst, key=lambda key: worst[key])
+    print("largest difference", worst[largest], "in", largest)
+    assert worst[largest] <= 1e-6, largest
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("model", ["smollm2", "minilm"])
+def test_any_batch_size_and_a_kill_give_the_same_table(
+    corpus: Path, tmp_path: Path, model: str
+) -> None:
+    one, killed = tmp_path / "one", tmp_path / "killed"
+    assert cli.main(options(corpus, one, model, 1)) == 0
+
+    command = [sys.executable, "-m", "clearhead", *options(corpus, killed, model, 5)]
+    process = subprocess.Popen([*command, "--every", "0"])
+    state = tmp_path / "killed.partial" / "state.safetensors"
+    while process.poll() is None and not state.exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not killed.exists()
+    assert cli.main([*options(corpus, killed, model, 3), "--resume"]) == 0
+    assert_same(one, killed)
+    # Line for line what the file says of itself, too.
+    about = [
+        json.loads(pq.read_table(path).schema.metadata[b"clearhead"]) for path in (one, killed)
+    ]
+    assert about[0] == about[1]
+
+
+def test_smollm2_has_the_heads_that_language_models_have(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli.main([*options(corpus, out, "smollm2", 4), "--limit", "6"]) == 0
+    means = {place: {n: r["mean"] for n, r in found.items()} for place, found in
+             pooled(pq.read_table(out).to_pylist()).items()}  # fmt: skip
+    assert len(means) == 270
+    # Of a trained language model: some head looks back one position, and sinks are common.
+    assert max(head["previous"] for head in means.values()) > 0.8
+    assert sum(head["sink_rate"] > 0.5 for head in means.values()) > 100

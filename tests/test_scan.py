@@ -1,0 +1,332 @@
+"""`clearhead scan`: any batch size, a kill and a resume give the same table; broken input counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clearhead import cli, heads, models
+from clearhead.models.text import Characters, shipped_text
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+LINES = [line for line in shipped_text().splitlines() if line][:12]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(LINES), encoding="utf-8")
+    return path
+
+
+def letters() -> Characters:
+    vocabulary = models.load().vocabulary
+    assert isinstance(vocabulary, Characters)
+    return vocabulary
+
+
+def scan(*arguments: object) -> int:
+    return cli.main(["scan", *map(str, arguments)])
+
+
+def table(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    rows = pq.read_table(path).to_pylist()
+    found = {(r.get("document"), r["layer"], r["head"], r["statistic"]): r for r in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def about(path: Path) -> dict[str, Any]:
+    return json.loads(pq.read_table(path).schema.metadata[b"clearhead"])
+
+
+def assert_same(left: Path, right: Path) -> None:
+    ours, theirs = table(left), table(right)
+    assert ours.keys() == theirs.keys()
+    for key, row in ours.items():
+        assert row["count"] == theirs[key]["count"], key
+        for name in ("mean", "variance"):
+            # To 1e-6: of the value, where it is above one.
+            a, b = row[name], theirs[key][name]
+            assert a == b or a == pytest.approx(b, rel=1e-6, abs=1e-6), (key, name)
+
+
+def test_the_table_is_what_measure_gives(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    assert scan(corpus, "--out", out, "--length", 32) == 0
+    model = models.load()
+    pieces = [
+        tokens[at : at + 32]
+        for tokens in map(letters().encode, LINES)
+        for at in range(0, len(tokens), 32)
+    ]
+    survey = heads.measure(model, pieces)
+    found = table(out)
+    rows = list(survey.rows())
+    assert len(rows) == len(found) == 16 * (len(heads.STATISTICS) + 3 + 1)
+    for row in rows:
+        got = found[None, row.layer, row.head, row.statistic]
+        assert got["count"] == row.count
+        assert got["mean"] == pytest.approx(row.mean, rel=1e-6, abs=1e-6)
+    assert about(out)["records"] == len(LINES)
+    assert about(out)["tokens"] == sum(map(len, LINES))
+    assert about(out)["sequences"] == len(pieces)
+
+
+@pytest.mark.parametrize("more", [[], ["--per-document"]])
+def test_any_batch_size_gives_the_same_table(corpus: Path, tmp_path: Path, more: list[str]) -> None:
+    for size in (1, 3, 64):
+        assert scan(corpus, "--out", tmp_path / f"{size}", "--batch", size, *more) == 0
+    assert_same(tmp_path / "1", tmp_path / "3")
+    assert_same(tmp_path / "1", tmp_path / "64")
+
+
+def test_documents_add_up_to_the_corpus(corpus: Path, tmp_path: Path) -> None:
+    whole, each = tmp_path / "whole", tmp_path / "each"
+    assert scan(corpus, "--out", whole, "--length", 50) == 0
+    assert scan(corpus, "--out", each, "--length", 50, "--per-document") == 0
+    pooled: Counter[Any] = Counter()
+    sums: Counter[Any] = Counter()
+    for (document, *key), row in table(each).items():
+        assert 0 <= document < len(LINES)
+        pooled[tuple(key)] += row["count"]
+        sums[tuple(key)] += row["count"] * row["mean"]
+    for (_, *key), row in table(whole).items():
+        if row["statistic"] in heads.STATISTICS:
+            assert pooled[tuple(key)] == row["count"]
+            assert sums[tuple(key)] / row["count"] == pytest.approx(row["mean"], abs=1e-6)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "clearhead", "scan", *map(str, arguments)]
+
+
+def started(corpus: Path, out: Path, *more: object) -> subprocess.Popen[str]:
+    """Start a scan that saves after every batch, and wait for its second checkpoint."""
+    process = subprocess.Popen(
+        command(corpus, "--out", out, "--every", 0, "--batch", 2, *more),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    state = out.with_name(out.name + ".partial") / "state.safetensors"
+    seen: set[int] = set()
+    while process.poll() is None and len(seen) < 3:
+        try:
+            seen.add(state.stat().st_mtime_ns)
+        except FileNotFoundError:
+            time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [(signal.SIGKILL, []), (signal.SIGKILL, ["--per-document"]), (signal.SIGINT, [])],
+)
+def test_a_scan_goes_on_after_a_stop(
+    corpus: Path, tmp_path: Path, how: int, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.write_text("\n".join(LINES * 3), encoding="utf-8")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert scan(corpus, "--out", whole, "--length", 40, *more) == 0
+    process = started(corpus, out, "--length", 40, *more)
+    process.send_signal(how)
+    _, stderr = process.communicate()
+    assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), stderr
+    if how == signal.SIGINT:
+        assert "--resume goes on" in stderr
+        assert "Traceback" not in stderr
+    assert not out.exists()
+
+    capsys.readouterr()
+    assert scan(corpus, "--out", out, "--length", 40, *more) == 2
+    assert "--resume goes on with it, --force starts over" in capsys.readouterr().err
+    assert scan(corpus, "--out", out, "--length", 41, "--resume", *more) == 2
+    assert "length was 40, now 41" in capsys.readouterr().err
+    assert scan(corpus, "--out", out, "--length", 40, "--resume", "--batch", 7, *more) == 0
+    assert "resumed after" in capsys.readouterr().err
+    assert_same(whole, out)
+    assert about(whole) == about(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "out", "whole"]
+
+
+def test_a_damaged_checkpoint_is_said(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    home = tmp_path / "out.partial"
+    home.mkdir()
+    (home / "state.safetensors").write_bytes(b"nonsense")
+    assert scan(corpus, "--out", tmp_path / "out", "--resume") == 2
+    assert "cannot read its state" in capsys.readouterr().err
+    assert scan(corpus, "--out", tmp_path / "out", "--force", "--limit", 1) == 0
+
+
+def test_resume_with_nothing_to_resume_starts(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    assert scan(corpus, "--out", tmp_path / "out", "--resume", "--limit", 2) == 0
+    assert "starting at the beginning" in capsys.readouterr().err
+
+
+def test_all_formats_give_the_same_table(tmp_path: Path) -> None:
+    lines = LINES[:7]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode())
+    objects = "\n".join(json.dumps({"text": line, "id": 1}) for line in lines)
+    (tmp_path / "b.jsonl").write_text(objects, encoding="utf-8")
+    for name, kind in (
+        ("c.parquet", pa.string()),
+        ("d.parquet", pa.dictionary(pa.int8(), pa.string())),
+    ):
+        pq.write_table(pa.table({"id": range(7), "text": pa.array(lines, kind)}), tmp_path / name)
+    pq.write_table(pa.table({"body": lines}), tmp_path / "e.parquet")
+    for path in sorted(tmp_path.iterdir()):
+        more = ["--field", "body"] if path.name == "e.parquet" else []
+        more += ["--by", "paragraph"] if path.name == "a.txt" else []
+        assert scan(path, "--out", tmp_path / f"{path.stem}.out", *more) == 0
+        assert_same(tmp_path / "a.out", tmp_path / f"{path.stem}.out")
+
+
+def test_paragraphs(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.txt"
+    path.write_text(f"\n\n{LINES[0]}\n{LINES[1]}\n\n \n{LINES[2]}\n", encoding="utf-8")
+    assert scan(path, "--out", tmp_path / "out", "--by", "paragraph") == 0
+    found = about(tmp_path / "out")
+    assert found["records"] == 2
+    assert found["tokens"] == sum(len(line) for line in LINES[:3]) + 1
+
+
+def test_broken_records_are_counted(tmp_path: Path, capsys: Any) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(
+        LINES[0].encode() + b"\nbroken \xff\xfe\n\n" + LINES[1].encode() + b"\n\xc3\n"
+        + "snow \u2603\n".encode()
+    )  # fmt: skip
+    assert scan(text, "--out", tmp_path / "a") == 0
+    printed = capsys.readouterr().out
+    assert "left out: 2 not UTF-8; the first: line 2" in printed
+    assert "left out: 1 not known to the model's tokenizer; the first: record 2" in printed
+    assert printed.splitlines()[-1] == f"Wrote {tmp_path / 'a'}"
+    good = tmp_path / "good.txt"
+    good.write_text("\n".join(LINES[:2]), encoding="utf-8")
+    assert scan(good, "--out", tmp_path / "good") == 0
+    assert_same(tmp_path / "good", tmp_path / "a")
+
+    lines = [
+        json.dumps({"text": LINES[0]}), "{", "[1]", '{"other": 1}', '{"text": 5}', "[" * 100_000,
+        '{"text": "\\ud800"}', '{"text": ""}', json.dumps({"text": LINES[1]}),
+    ]  # fmt: skip
+    objects = tmp_path / "b.jsonl"
+    objects.write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}')
+    capsys.readouterr()
+    assert scan(objects, "--out", tmp_path / "b") == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "2 not JSON; the first: line 2", "2 no field 'text'; the first: line 3", "1 not UTF-8",
+        "1 field 'text' is no text; the first: line 5", "1 not known to the model's tokenizer",
+    ):  # fmt: skip
+        assert f"left out: {part}" in printed
+    assert_same(tmp_path / "good", tmp_path / "b")
+
+    pq.write_table(pa.table({"text": [LINES[0], None, LINES[1]]}), tmp_path / "c.parquet")
+    assert scan(tmp_path / "c.parquet", "--out", tmp_path / "c") == 0
+    assert "left out: 1 column 'text' is null; the first: row 2" in capsys.readouterr().out
+    assert_same(tmp_path / "good", tmp_path / "c")
+    assert about(tmp_path / "c")["problems"] == {"column 'text' is null": 1}
+
+
+def test_a_line_without_end_is_read_in_pieces(tmp_path: Path, monkeypatch: Any) -> None:
+    from clearhead._scan import corpus
+
+    monkeypatch.setattr(corpus, "_PIECE", 10)
+    path = tmp_path / "long.txt"
+    path.write_text("é" * 12 + "abc\n" + "snow ☃☃☃☃", encoding="utf-8")
+    found = corpus.Corpus(path, format=None, by="line", field="text")
+    assert "".join(record.text for record in found) == "é" * 12 + "abc" + "snow ☃☃☃☃"
+    assert not found.problems
+
+
+BAD = {
+    "empty": (b"", "CORPUS: is empty"),
+    "blank": (b"\n \n\n", "CORPUS: holds no text"),
+    "binary": (b"ELF\0\1\2", "CORPUS: is binary; got"),
+    "gzip": (b"\x1f\x8b\x08", "CORPUS: is binary"),
+    "latin": (b"caf\xe9\n", "CORPUS: holds no text that can be used; got 1 not UTF-8 (line 1)"),
+    "cut.parquet": (b"PAR1 and no more", "CORPUS: is no whole Parquet file"),
+    "none.jsonl": (b"no\njson\n", "CORPUS: holds no text that can be used; got 2 not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_corpus_that_cannot_be_used(name: str, tmp_path: Path, capsys: Any) -> None:
+    content, message = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    assert scan(tmp_path / name, "--out", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet_columns(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["a"], "number": [1]}), path)
+    assert scan(path, "--out", tmp_path / "out") == 2
+    assert "--field, one of body, number" in capsys.readouterr().err
+    assert scan(path, "--out", tmp_path / "out", "--field", "number") == 2
+    assert "column 'number' is no text; got int64" in capsys.readouterr().err
+
+
+def test_misuse_is_refused_before_any_work(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    cases: list[tuple[list[object], str]] = [
+        ([tmp_path / "missing", "--out", out], "CORPUS: does not exist"),
+        ([tmp_path, "--out", out], "CORPUS: needs to be a file; got the directory"),
+        (["/dev/null", "--out", out], "CORPUS: needs to be a file; got the device"),
+        ([corpus, "--out", tmp_path], "--out: needs to be a file; got the directory"),
+        ([corpus, "--out", tmp_path / "no" / "out"], "--out: lies in no directory that exists"),
+        ([corpus, "--out", corpus, "--force"], "--out: is the corpus itself"),
+        ([corpus, "--out", out, "--batch", 0], "--batch: must be at least 1"),
+        ([corpus, "--out", out, "--length", -1], "--length: must be at least 1"),
+        ([corpus, "--out", out, "--length", 4000], "--length: the model reads"),
+        ([corpus, "--out", out, "--limit", 0], "--limit: must be at least 1"),
+        ([corpus, "--out", out, "--model", tmp_path / "no"], "--model: no such file"),
+    ]
+    for arguments, message in cases:
+        assert scan(*arguments) == 2, arguments
+        assert message in capsys.readouterr().err, arguments
+    out.write_text("mine")
+    assert scan(corpus, "--out", out) == 2
+    assert "--out: exists" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert scan(corpus, "--out", out, "--force", "--limit", 2) == 0
+    assert about(out)["records"] == 2
+
+
+def test_a_bidirectional_model_is_told_its_padding() -> None:
+    torch.manual_seed(0)
+    bert = models.BERT(
+        Characters(letters().characters, models.BERT.special), layers=2, heads=2, width=16
+    )
+    tokens = [letters().encode(line)[:60] + 2 for line in LINES[:5]]
+    one = heads.measure(bert.eval(), tokens)
+    longest = max(map(len, tokens))
+    batch = torch.zeros(5, longest, dtype=torch.int64)
+    for row, some in zip(batch, tokens, strict=True):
+        row[: len(some)] = some
+    many = heads.measure(bert, batch, real=batch != 0)
+    for left, right in zip(one.rows(), many.rows(), strict=True):
+        assert left.count == right.count
+        assert left.mean == pytest.approx(right.mean, rel=1e-6, abs=1e-6)
+
+
+def test_scan_changes_nothing_in_the_model(corpus: Path, tmp_path: Path) -> None:
+    model = models.load()
+    tokens = letters().encode(LINES[0])[None]
+    before = model(tokens)
+    heads.measure(model, tokens)
+    assert torch.equal(model(tokens), before)
