@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 MODELS ?= .cache/models
+OLD    ?= .cache/transformers-5.17
 STAMP   = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test real check bench checkpoint clean
+.PHONY: help demo test real old check bench checkpoint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -28,6 +29,14 @@ real: $(STAMP) $(MODELS)/.fetched  ## fetch three real models (170 MB), then run
 
 $(MODELS)/.fetched: $(STAMP) tests/real/fetch.py
 	$(BIN)/python tests/real/fetch.py $(MODELS)
+	touch $@
+
+old: $(STAMP) $(OLD)/.fetched  ## find the leaks that transformers 5.17.0 shipped
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(OLD)) $(BIN)/python -m pytest --override-ini=addopts= -p no:cacheprovider tests/old/audit_5_17.py
+
+$(OLD)/.fetched: $(STAMP)
+	mkdir -p $(OLD) && grep -v '^transformers=' constraints.txt > $(OLD)/constraints.txt
+	$(BIN)/python -m pip install --quiet --target $(OLD) -c $(OLD)/constraints.txt "transformers==5.17.0"
 	touch $@
 
 check: $(STAMP)  ## format, lint and types
