@@ -110,7 +110,7 @@ def _views(problem: Problem, bound: float, logs_too: bool) -> Iterator[View]:
         leads = slice(sources.start * group, sources.stop * group)
         shape = (sources.stop - sources.start, group * rows, piece.width)
         logs = room[0].take(shape)
-        lines = (query[leads, piece.rows].to(dtype) * scale).view(*shape[:2], -1)
+        lines = (query[leads, piece.rows].to(dtype) * scale).reshape(*shape[:2], -1)
         torch.bmm(lines, take(key[sources], piece.columns).mT, out=logs)
         logs = logs.view(-1, rows, piece.width)
         blocked = [(side, tiles[which[leads]]) for side, tiles, which in shut]
