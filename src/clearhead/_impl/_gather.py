@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import log, prod
@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._impl._strips import Piece
+from clearhead._impl._strips import Piece, plan
 from clearhead._impl.problem import Problem
-from clearhead.readings import BlockMap, Entropy, PerQuery, Reading, Received, TopK, by_cell
+from clearhead.readings import (
+    BlockMap,
+    Distance,
+    Entropy,
+    Mass,
+    PerQuery,
+    Reading,
+    Received,
+    TopK,
+    by_cell,
+)
 
-__all__ = ["View", "gatherers"]
+__all__ = ["View", "gatherers", "tiles_of"]
 
 LN2 = log(2)
 # How many sources one maximum stands for when the largest weights are sought.
@@ -113,18 +123,29 @@ def _member(start: int, stop: int, size: int, cells: int) -> Tensor:
     return member
 
 
-def gatherers(problem: Problem, wanted: tuple[Reading, ...]) -> list[Any]:
+def tiles_of(problem: Problem, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask's tiles, (tile, rows, columns), and which of them each lead has."""
+    allowed = problem.allowed(rows, columns)
+    assert allowed is not None
+    *lead, _, _ = allowed.shape
+    which = torch.arange(prod(lead)).view(lead).expand(problem.query.shape[:-2]).flatten()
+    return allowed.reshape(-1, *allowed.shape[-2:]), which
+
+
+def gatherers(problem: Problem, wanted: tuple[Reading, ...], height: int) -> list[Any]:
     """One for each reading: it `see`s every view and then has the `part`. None: not known here."""
     if problem.dtype != torch.float32:
         return [None] * len(wanted)
     cells = next((reading.cells for reading in wanted if type(reading) is BlockMap), 1)
-    return [_gatherer(problem, reading, cells) for reading in wanted]
+    return [_gatherer(problem, reading, cells, height) for reading in wanted]
 
 
-def _gatherer(problem: Problem, reading: Reading, cells: int) -> Any:
+def _gatherer(problem: Problem, reading: Reading, cells: int, height: int) -> Any:
     if type(reading) is Received:
         return _Received(problem, cells)
-    kinds = {Entropy: _Entropy, BlockMap: _BlockMap, TopK: _TopK}
+    if type(reading) is Mass:
+        return _Mass(problem, reading, height)
+    kinds = {Entropy: _Entropy, BlockMap: _BlockMap, TopK: _TopK, Distance: _Distance}
     kind = kinds.get(type(reading))
     return kind and kind(problem, reading)
 
@@ -149,6 +170,49 @@ class _Entropy:
     def part(self, rows: Tensor, lead: torch.Size) -> PerQuery:
         found = (self.entropy,) if self.counts is None else (self.entropy, self.counts)
         return PerQuery(rows, tuple(x.view(*lead, len(rows)) for x in found))
+
+
+class _Distance:
+    needs_logs = False
+
+    def __init__(self, problem: Problem, reading: Distance):
+        self.found = torch.zeros(_leads(problem), problem.query.shape[-2])
+        self.offset = problem.key.shape[-2] - problem.query.shape[-2]
+
+    def see(self, view: View) -> None:
+        rows, columns = view.piece.positions(self.found.device)
+        distance = ((rows + self.offset)[:, None] - columns).abs().to(torch.float32)
+        self.found[view.leads, view.piece.rows] = (view.weights * distance).sum(-1)
+
+    def part(self, rows: Tensor, lead: torch.Size) -> PerQuery:
+        return PerQuery(rows, (self.found.view(*lead, len(rows)),))
+
+
+class _Mass:
+    needs_logs = False
+
+    def __init__(self, problem: Problem, reading: Mass, height: int):
+        self.found = torch.zeros(_leads(problem), problem.query.shape[-2])
+        self.problem = replace(problem, mask=reading.edges)
+        # Strip by strip, the sources that any edge leads to: seldom more than a few.
+        self.pieces = {piece.rows.start: piece for piece in plan(self.problem, height)}
+
+    def see(self, view: View) -> None:
+        edges, at = self.pieces[view.piece.rows.start].columns, view.piece.columns
+        weights = view.weights
+        if isinstance(edges, slice) and isinstance(at, slice):
+            both = slice(max(edges.start, at.start), min(edges.stop, at.stop))
+            if both.start >= both.stop:
+                return
+            weights = weights[..., both.start - at.start : both.stop - at.start]
+            at = both
+        rows, columns = Piece(view.piece.rows, at, slice(0, 0)).positions(weights.device)
+        tiles, which = tiles_of(self.problem, rows, columns)
+        inside = torch.where(tiles[which[view.leads]], weights, 0)
+        self.found[view.leads, view.piece.rows] = inside.sum(-1)
+
+    def part(self, rows: Tensor, lead: torch.Size) -> PerQuery:
+        return PerQuery(rows, (self.found.view(*lead, len(rows)),))
 
 
 class _Received:
@@ -211,7 +275,7 @@ class _TopK:
 
     def see(self, view: View) -> None:
         weights, width = view.weights, view.weights.shape[-1]
-        if width > 2 * GROUP * GROUP * self.k:
+        if width > self.k:
             bits, columns, sure = self._by_groups(weights)
             if not sure.all():
                 doubt = ~sure
@@ -230,15 +294,8 @@ class _TopK:
 
     def _by_groups(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bits and columns of the k largest, and in which rows they are sure."""
-        peaks = _peaks(weights)
-        tops, found = _best(_peaks(peaks), self.k)
-        near = _members(found, peaks.shape[-1])
-        more, found = _best(peaks.gather(-1, near), self.k)
-        columns = _members(near.gather(-1, found), weights.shape[-1])
-        bits, found = _best(weights.gather(-1, columns), self.k)
-        columns = columns.gather(-1, found)
+        bits, columns, left_out = _find(weights, self.k)
         # Unsure are rows with a tie, within or with what was left out, or an underflow.
-        left_out = torch.maximum(torch.maximum(tops, more)[..., -1], bits[..., -1])
         bits, least = bits[..., :-1], bits[..., -2]
         tied = (bits[..., 1:] == bits[..., :-1]).any(-1)
         return bits, columns, (least > left_out.clamp_(min=0)) & ~tied
@@ -275,6 +332,17 @@ def _members(groups: Tensor, size: int) -> Tensor:
         return members
     rest = torch.arange(count * GROUP, size).expand(*members.shape[:-1], -1)
     return torch.cat([members, rest], -1)
+
+
+def _find(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bits of the k + 1 largest, places of the k largest, and the bits of the next one or more."""
+    if x.shape[-1] // GROUP <= k:
+        bits, places = _best(x, k)
+        return bits, places, bits[..., -1]
+    _, groups, left_out = _find(_peaks(x), k)
+    near = _members(groups, x.shape[-1])
+    bits, found = _best(x.gather(-1, near), k)
+    return bits, near.gather(-1, found), torch.maximum(left_out, bits[..., -1])
 
 
 def _best(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,14 @@ the values before a reading sees them, so that looking changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from math import log, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clearhead._impl._gather import View, gatherers
+from clearhead._impl._gather import View, gatherers, tiles_of
 from clearhead._impl._strips import Piece, plan, take
 from clearhead._impl.problem import Problem
 from clearhead.readings import LogSumExp, PerQuery, Reading
@@ -67,10 +68,11 @@ def attend(
     # Without a mask every row is written.
     make = torch.empty if problem.mask is None else torch.zeros
     context = make(prod(lead), rows, problem.value.shape[-1] if mix else 0, dtype=dtype)
-    found = gatherers(problem, wanted)
+    height = _height(problem)
+    found = gatherers(problem, wanted, height)
     busy = [each for each in found if each]
     value = problem.value.flatten(0, -3).to(dtype)
-    for view in _views(problem, bound, any(each.needs_logs for each in busy)):
+    for view in _views(problem, bound, height, any(each.needs_logs for each in busy)):
         at = (view.leads, view.piece.rows)
         lse[at] = view.lse
         if mix:
@@ -98,12 +100,11 @@ def _mix(view: View, value: Tensor, out: Tensor) -> None:
     torch.div(mixed.view(leads, rows, -1), view.total.unsqueeze(-1), out=out)
 
 
-def _views(problem: Problem, bound: float, logs_too: bool) -> Iterator[View]:
+def _views(problem: Problem, bound: float, height: int, logs_too: bool) -> Iterator[View]:
     """Compute strip after strip; a view is only good until the next one comes."""
-    group, source, dtype = problem.group, problem.key.shape[-2], problem.dtype
+    group, dtype = problem.group, problem.dtype
     query, scale = problem.query.flatten(0, -3), problem.scale * LOG2E
     key = problem.key.flatten(0, -3).to(dtype)
-    height = min(max(ELEMENTS // (group * source), 16), ROWS) * _threads()
     room = [Buffer(dtype), Buffer(dtype)]
     for piece, shut, sources in _jobs(problem, height):
         rows = piece.rows.stop - piece.rows.start
@@ -128,6 +129,12 @@ def _views(problem: Problem, bound: float, logs_too: bool) -> Iterator[View]:
         yield View(problem, piece, leads, weights, logs, total, lse, blocked)
 
 
+def _height(problem: Problem) -> int:
+    """How many rows a strip has."""
+    row = problem.group * problem.key.shape[-2]
+    return min(max(ELEMENTS // row, 16), ROWS) * _threads()
+
+
 def _threads() -> int:
     """How many second-level caches there are to fill; many strips are better than a few huge."""
     return min(torch.get_num_threads(), 4)
@@ -147,22 +154,24 @@ def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], sli
     All strips of a head come together, as its keys then stay in the cache, unless what the mask
     blocks is too much to keep.
     """
-    pieces = [piece for piece in plan(problem, height) if piece.width]
     leads, held = prod(problem.key.shape[:-2]), height * problem.group
-    step = max(
-        1, ELEMENTS * _threads() // (held * max((piece.width for piece in pieces), default=1))
-    )
-    chunks = [slice(at, min(at + step, leads)) for at in range(0, leads, step)]
-    # The mask may differ between all of them.
+    pieces = [piece for piece in plan(problem, height) if piece.width]
+    # The mask may differ between all samples and heads.
     tiles = prod(problem.query.shape[:-2]) if problem.mask is not None else 1
     edges = sum((piece.rows.stop - piece.rows.start) * piece.shut_width for piece in pieces)
-    if edges * tiles <= KEPT:
-        shut = [_shut(problem, piece) for piece in pieces]
-        yield from ((p, s, chunk) for chunk in chunks for p, s in zip(pieces, shut, strict=True))
-        return
-    for piece in pieces:
-        shut = _shut(problem, piece)
-        yield from ((piece, shut, chunk) for chunk in chunks)
+
+    def step(piece: Piece) -> int:
+        """How many source leads a buffer holds; narrow strips come with several heads."""
+        return max(1, round(ELEMENTS * _threads() / (held * piece.width)))
+
+    for size, alike in groupby(pieces, step):
+        chunks = [slice(at, min(at + size, leads)) for at in range(0, leads, size)]
+        if edges * tiles <= KEPT:
+            ready = [(piece, _shut(problem, piece)) for piece in alike]
+            yield from ((*each, chunk) for chunk in chunks for each in ready)
+        else:
+            each_once = ((piece, _shut(problem, piece)) for piece in alike)
+            yield from ((*each, chunk) for each in each_once for chunk in chunks)
 
 
 def _shut(problem: Problem, piece: Piece) -> list[tuple[slice, Tensor, Tensor]]:
@@ -170,16 +179,8 @@ def _shut(problem: Problem, piece: Piece) -> list[tuple[slice, Tensor, Tensor]]:
     if not piece.shut:
         return []
     rows, columns = piece.positions(problem.query.device)
-    return [(side, *_tiles(problem, rows, columns[side])) for side in piece.shut]
-
-
-def _tiles(problem: Problem, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Where these edges are blocked, (tile, rows, columns), and which tile each lead has."""
-    allowed = problem.allowed(rows, columns)
-    assert allowed is not None
-    *lead, _, _ = allowed.shape
-    which = torch.arange(prod(lead)).view(lead).expand(problem.query.shape[:-2]).flatten()
-    return ~allowed.reshape(-1, *allowed.shape[-2:]), which
+    found = ((side, *tiles_of(problem, rows, columns[side])) for side in piece.shut)
+    return [(side, ~tiles, which) for side, tiles, which in found]
 
 
 class Buffer:
