@@ -138,13 +138,35 @@ def test_typos_are_pointed_at(expression: str, said: str, under: str) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "", "   ", "causal &", "(causal", "causal)", "causal causal", "causal\0", "causal;causal", "a = causal",
-        "~" * 5000 + "causal", "(" * 3000 + "causal" + ")" * 3000, "causal|" * 1400 + "causal",
-        "[" * 200 + "]" * 200, "keep(" + "[" * 150 + "]" * 150 + ")", "9" * 9999, "x" * 9999, "x" * 100_000,
-        "first(" + "1_" * 3000 + "1)", "causal\n\n&&", "\ud800", "'" * 3, "first(1e999)",
-        "first(1)[0]", "yield causal", "await causal", "causal if causal else causal", "causal := 3",
+        "",
+        "   ",
+        "causal &",
+        "(causal",
+        "causal)",
+        "causal causal",
+        "causal\0",
+        "causal;causal",
+        "a = causal",
+        "~" * 5000 + "causal",
+        "(" * 3000 + "causal" + ")" * 3000,
+        "causal|" * 1400 + "causal",
+        "[" * 200 + "]" * 200,
+        "keep(" + "[" * 150 + "]" * 150 + ")",
+        "9" * 9999,
+        "x" * 9999,
+        "x" * 100_000,
+        "first(" + "1_" * 3000 + "1)",
+        "causal\n\n&&",
+        "\ud800",
+        "'" * 3,
+        "first(1e999)",
+        "first(1)[0]",
+        "yield causal",
+        "await causal",
+        "causal if causal else causal",
+        "causal := 3",
     ],
-)  # fmt: skip
+)
 def test_hostile_expressions_end_in_a_short_clear_error(expression: str) -> None:
     with pytest.raises(ValueError, match="expression: ") as caught:
         masks.parse(expression)
@@ -166,9 +188,9 @@ def test_line_breaks_are_spaces() -> None:
         (["lengths([1, 2])", "--row", "0"], "sample: must be given"),
         (["document([0, 1])", "-q", "9"], "at most as many"),
         (["document([0, 1])", "-q", "1", "-s", "3"], "made for 2 sources, the call has 3"),
-        (["induction([%s])" % ", ".join(["1"] * 9), "-q", "3", "-s", "9", "--sample", "4"], None),
+        ([f"induction({[1] * 9})", "-q", "3", "-s", "9", "--sample", "4"], None),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_exit_code_2(
     arguments: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,8 +99,13 @@ def test_to_flex_is_exact_whatever_the_tiles(query: int, source: int, size: Any)
     assert torch.equal(edges, mask.dense(query, source, batch=2))
     want = create_block_mask(
         lambda b, h, q, k: mask.dense(query, source, batch=2)[b, 0, q, k],
-        2, None, query, source, device="cpu", BLOCK_SIZE=size,
-    )  # fmt: skip
+        2,
+        None,
+        query,
+        source,
+        device="cpu",
+        BLOCK_SIZE=size,
+    )
     assert torch.equal(block.to_dense(), want.to_dense())
 
 
@@ -154,9 +159,13 @@ def test_the_least_number_of_every_dtype_blocks(dtype: torch.dtype, of: torch.dt
 def bert(implementation: str) -> Any:
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=8, attn_implementation=implementation,
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        **{"attn_implementation": implementation},
+    )
     return BertModel(config).eval()
 
 
@@ -195,9 +204,17 @@ def test_a_square_mask_needs_to_say_what_its_rows_are() -> None:
         (lambda: masks.from_additive(torch.ones(3, 3).tril()), ValueError, "bool mask in disguise"),
         (lambda: masks.from_sdpa(torch.ones(3, 3).tril()), ValueError, "in disguise"),
         (lambda: masks.from_multihead(torch.ones(3, 3).tril()), ValueError, "in disguise"),
-        (lambda: masks.from_multihead(None, torch.ones(2, 3)), ValueError, "key_padding_mask.*disguise"),
+        (
+            lambda: masks.from_multihead(None, torch.ones(2, 3)),
+            ValueError,
+            "key_padding_mask.*disguise",
+        ),
         (lambda: masks.from_additive(torch.full((2, 2), float("nan"))), ValueError, "NaN"),
-        (lambda: masks.from_additive(torch.tensor([[0.0, -10.0]])), ValueError, r"got -10\.0\n.*bias="),
+        (
+            lambda: masks.from_additive(torch.tensor([[0.0, -10.0]])),
+            ValueError,
+            r"got -10\.0\n.*bias=",
+        ),
         (lambda: masks.from_additive(torch.tensor([[0.0, INF]])), ValueError, "got inf"),
         (lambda: masks.from_additive(torch.tensor([[0.0, -10000.0]])), ValueError, "bias="),
         (lambda: masks.from_additive(torch.ones(2, 2) > 0), TypeError, "from_sdpa"),
@@ -207,20 +224,36 @@ def test_a_square_mask_needs_to_say_what_its_rows_are() -> None:
         (lambda: masks.from_sdpa(torch.ones(3, 3, dtype=torch.int64)), TypeError, "in disguise"),
         (lambda: masks.from_sdpa(torch.full((3, 3), 7)), TypeError, "True = may attend"),
         (lambda: masks.from_sdpa("causal"), TypeError, "takes a tensor"),  # pyright: ignore
-        (lambda: masks.from_multihead(torch.ones(3, 3, dtype=torch.int64)), TypeError, "attn_mask == 0"),
+        (
+            lambda: masks.from_multihead(torch.ones(3, 3, dtype=torch.int64)),
+            TypeError,
+            "attn_mask == 0",
+        ),
         (lambda: masks.from_multihead(torch.ones(6, 3, 3) > 0), ValueError, "heads: must be given"),
         (lambda: masks.from_multihead(torch.ones(6, 3, 3) > 0, heads=4), ValueError, "divide"),
         (lambda: masks.from_multihead(torch.ones(3) > 0), ValueError, "attn_mask"),
-        (lambda: masks.from_multihead(None, torch.ones(1, 2, 3) > 0), ValueError, "key_padding_mask"),
-        (lambda: masks.from_multihead(torch.ones(3, 4) > 0, torch.ones(2, 5) > 0), ValueError, "4 sources.*5"),
+        (
+            lambda: masks.from_multihead(None, torch.ones(1, 2, 3) > 0),
+            ValueError,
+            "key_padding_mask",
+        ),
+        (
+            lambda: masks.from_multihead(torch.ones(3, 4) > 0, torch.ones(2, 5) > 0),
+            ValueError,
+            "4 sources.*5",
+        ),
         (lambda: masks.from_huggingface(torch.tensor([[1, 2, 0]])), ValueError, "got 2"),
-        (lambda: masks.from_huggingface(torch.tensor([[0.0, -INF, 0.0]])), ValueError, "from_additive"),
+        (
+            lambda: masks.from_huggingface(torch.tensor([[0.0, -INF, 0.0]])),
+            ValueError,
+            "from_additive",
+        ),
         (lambda: masks.from_huggingface(torch.ones(3)), ValueError, r"is \(batch, source\)"),
         (lambda: masks.from_huggingface(torch.ones(1, 1, 3, 3)), ValueError, "from_sdpa"),
         (lambda: masks.from_huggingface(torch.ones(2, 3), batch=4), ValueError, "one row a sample"),
         (lambda: masks.from_huggingface([[1, 1]]), TypeError, "takes a tensor"),  # pyright: ignore
     ],
-)  # fmt: skip
+)
 def test_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()

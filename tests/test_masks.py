@@ -1,5 +1,7 @@
 """Masks as sets of edges: every leaf against a formula, every method against the whole set."""
 
+# Wrong types are passed on purpose.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import copy
@@ -29,9 +31,13 @@ def table(text: str) -> list[list[bool]]:
 
 
 def rule(query: int, source: int, edge: Callable[[int, int], bool]) -> Tensor:
-    return torch.tensor([[bool(edge(i, j)) for j in range(source)] for i in range(query)]).reshape(
-        query, source
-    )
+    rows = [[bool(edge(i, j)) for j in range(source)] for i in range(query)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(query, source)
+
+
+def standing(align: str | int, query: int, source: int) -> int:
+    """The position of the first query among the sources."""
+    return align if isinstance(align, int) else source - query if align == "end" else 0
 
 
 HAND = {
@@ -86,7 +92,7 @@ ALIGNED = {
 @pytest.mark.parametrize("name", ALIGNED)
 def test_alignment(name: str, align: Any, query: int, source: int) -> None:
     make, edge = ALIGNED[name]
-    offset = {"end": source - query, "start": 0}.get(align, align)
+    offset = standing(align, query, source)
     want = rule(query, source, lambda i, j: edge(i + offset, j))
     assert torch.equal(make(align).dense(query, source), want)
     assert (f'align="{align}"' if isinstance(align, str) else f"align={align}") in repr(make(align))
@@ -202,7 +208,7 @@ Tree = tuple[Mask, Tensor]
 
 def leaf_trees(query: int, source: int, batch: int) -> st.SearchStrategy[Tree]:
     def number(name: str, n: int, m: int, align: Any) -> Tree:
-        p = {"end": source - query, "start": 0}.get(align, align)
+        p = standing(align, query, source)
         found: dict[str, tuple[Callable[[], Mask], Callable[[int, int], bool]]] = {
             "causal": (lambda: masks.causal(align), lambda i, j: j <= i + p),
             "window": (lambda: masks.window(n + 1, align), lambda i, j: i + p - n <= j <= i + p),
@@ -303,11 +309,8 @@ def trees(draw: st.DrawFn) -> tuple[Mask, Tensor, int, int]:
 
 
 def four(edges: Tensor) -> Tensor:
-    return (
-        edges.reshape(-1, *([1] * (edges.dim() == 2)), *edges.shape[-2:])
-        if edges.dim() > 2
-        else edges[None, None]
-    )
+    """(query, ...) with a batch and a head axis."""
+    return edges if edges.dim() == 4 else edges[None, None]
 
 
 @given(trees(), st.data())
@@ -417,20 +420,32 @@ def test_blocks_by_hand() -> None:
 
 def test_intervals_where_rows_are_one() -> None:
     promised = [
-        "causal", "window(3)", "first(2)", "causal & window(3)", "causal | prefix(3)", "~causal",
-        "lengths([5, 3])", "causal & lengths([5, 3])", "keep([0, 1, 1, 1, 1, 0])", 
+        "causal",
+        "window(3)",
+        "first(2)",
+        "causal & window(3)",
+        "causal | prefix(3)",
+        "~causal",
+        "lengths([5, 3])",
+        "causal & lengths([5, 3])",
+        "keep([0, 1, 1, 1, 1, 0])",
         "everything - causal",
-        "document([0, 0, 1, 1, 1, 2])", "~prefix(2)",
+        "document([0, 0, 1, 1, 1, 2])",
+        "~prefix(2)",
         "document([0, 0, 1, 1, 1, 2]) & causal & window(2)",
-        "band(2, 1) | diagonal(2)", "dense([[1, 1, 0, 0, 0, 0]])",
-    ]  # fmt: skip
+        "band(2, 1) | diagonal(2)",
+        "dense([[1, 1, 0, 0, 0, 0]])",
+    ]
     for expression in promised:
         assert masks.parse(expression).intervals(6) is not None, expression
     unpromised = [
-        "causal & window(2) | first(1)", "keep([1, 0, 1, 0, 0, 0])", "~window(2)",
+        "causal & window(2) | first(1)",
+        "keep([1, 0, 1, 0, 0, 0])",
+        "~window(2)",
         "document([0, 1, 0, 1, 0, 1])",
-        "dense([[1, 0, 1, 0, 0, 0]])", "induction([1, 1, 1, 1, 1, 1])",
-    ]  # fmt: skip
+        "dense([[1, 0, 1, 0, 0, 0]])",
+        "induction([1, 1, 1, 1, 1, 1])",
+    ]
     for expression in unpromised:
         assert masks.parse(expression).intervals(6) is None, expression
 
@@ -497,21 +512,21 @@ def test_sizes_that_disagree_raise_with_both() -> None:
         (lambda: masks.dense(torch.ones(3, 3, dtype=torch.int64)), TypeError, "in disguise"),
         (lambda: masks.dense(torch.full((3, 3), -1e4)), TypeError, "bias="),
         (lambda: masks.dense(torch.ones(2, 3, 3) > 0), ValueError, "read in two ways"),
-        (lambda: masks.where(3), TypeError, "function of four"),  # pyright: ignore
-        (lambda: masks.where(lambda q, k: q > k), TypeError, "batch, head, query, source"),  # pyright: ignore
+        (lambda: masks.where(3), TypeError, "function of four"),
+        (lambda: masks.where(lambda q, k: q > k), TypeError, "batch, head, query, source"),
         (lambda: masks.where(lambda b, h, q, k: q - k).dense(2), TypeError, "True or False"),
         (lambda: masks.causal().dense(-1), ValueError, "0 or more"),
-        (lambda: masks.causal().dense(2.0), TypeError, "as an integer"),  # pyright: ignore
-        (lambda: masks.causal().dense(None), TypeError, "query"),  # pyright: ignore
+        (lambda: masks.causal().dense(2.0), TypeError, "as an integer"),
+        (lambda: masks.causal().dense(None), TypeError, "query"),
         (lambda: masks.causal().row(4, source=4), ValueError, r"lies in 0\.\.3"),
-        (lambda: masks.causal().row("a", source=4), TypeError, "position"),  # pyright: ignore
+        (lambda: masks.causal().row("a", source=4), TypeError, "position"),
         (lambda: masks.lengths([1, 2]).row(0, source=4), ValueError, "sample: must be given"),
         (lambda: masks.lengths([1, 2]).row(0, source=4, sample=2), ValueError, "sample: lies in"),
         (lambda: masks.causal().picture(4, cells=0), ValueError, "cells"),
         (lambda: bool(masks.causal()), TypeError, "compose with"),
         (lambda: masks.causal() and masks.window(2), TypeError, "compose with"),
     ],
-)  # fmt: skip
+)
 def test_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
@@ -524,7 +539,7 @@ def test_composition_with_other_things() -> None:
     assert torch.equal((eye - masks.causal()).dense(3), torch.zeros(3, 3) > 0)
     assert torch.equal((~eye | masks.causal()).dense(3), ~eye | masks.causal().dense(3))
     with pytest.raises(TypeError, match="unsupported operand"):
-        masks.causal() & 3  # pyright: ignore
+        masks.causal() & 3  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(TypeError):
         masks.causal() & torch.ones(3, 3)
 

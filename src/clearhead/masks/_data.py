@@ -123,7 +123,7 @@ class Keep(Mask):
         if self._sums is None:
             if not readable(self.real):
                 return Block.PARTIAL
-            flat = self.real.reshape(-1, self.real.shape[-1])
+            flat = torch.atleast_2d(self.real)
             both = (flat.any(0), flat.all(0))
             self._sums = tuple([0, *x.cumsum(0).tolist()] for x in both)  # pyright: ignore
         some, every = self._sums  # pyright: ignore[reportGeneralTypeIssues]
@@ -206,7 +206,7 @@ class Same(Mask):
         if self.query_ids is not None or not readable(self.source_ids):
             return None
         ids = self.source_ids.to(i.device)
-        found = spans(ids.reshape(-1, ids.shape[-1]))
+        found = spans(torch.atleast_2d(ids))
         if found is None:
             return None
         last = i + (sizes.source - sizes.query)
@@ -322,8 +322,8 @@ class Dense(Mask):
         return runs(tensor)
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
-        index = (torch.tensor(x, device=self.tensor.device) for x in (b, h, i, j))
-        return f"the tensor is {bool(self._at(*index, sizes))} there"
+        b_, h_, i_, j_ = (torch.tensor(x, device=self.tensor.device) for x in (b, h, i, j))
+        return f"the tensor is {bool(self._at(b_, h_, i_, j_, sizes))} there"
 
 
 class Where(Mask):
@@ -350,7 +350,7 @@ class Where(Mask):
     ) -> Tensor:
         shape = (sizes.batch, sizes.head, rows.shape[0], columns.shape[0])
         if not all(shape):
-            return torch.zeros(shape, dtype=torch.bool, device=rows.device)
+            return torch.zeros(shape[2:], dtype=torch.bool, device=rows.device)
         i, j = rows[:, None].expand(shape[2:]), columns.expand(shape[2:])
         if within is not None:
             return self._select(i, j, sizes, within)
@@ -403,9 +403,8 @@ class Where(Mask):
         return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
-        return (
-            f"the function says {bool(self._at(*(torch.tensor(x) for x in (b, h, i, j)), sizes))}"
-        )
+        b_, h_, i_, j_ = (torch.tensor(x) for x in (b, h, i, j))
+        return f"the function says {bool(self._at(b_, h_, i_, j_, sizes))}"
 
 
 def lengths(
