@@ -19,6 +19,7 @@ from clearhead.attention import attend
 if TYPE_CHECKING:
     from clearhead import models
     from clearhead.auditing import assert_causal, audit
+    from clearhead.comparing import effects
     from clearhead.cutting import ablate, head_importance, knockout, zero_weights
     from clearhead.multihead import MultiheadAttention, convert
     from clearhead.watching import estimate, watch
@@ -38,6 +39,7 @@ __all__ = [  # noqa: RUF022
     "ablate",
     "zero_weights",
     "head_importance",
+    "effects",
     "audit",
     "assert_causal",
     "models",
@@ -52,6 +54,7 @@ _HOMES = {
     "ablate": "cutting",
     "zero_weights": "cutting",
     "head_importance": "cutting",
+    "effects": "comparing",
     "audit": "auditing",
     "assert_causal": "auditing",
     "models": "models",

@@ -20,7 +20,7 @@ class Chosen:
     pairs: tuple[tuple[int, int], ...] | None
 
     def holds(self, layer: int, head: int, total: int) -> bool:
-        """Whether this head, of as many as the layer has, is chosen; heads may count from the end."""
+        """Whether this head is chosen; heads may count from the end of the `total` there are."""
         names = (head, head - total)
         if self.pairs is not None:
             return any((layer, name) in self.pairs for name in names)

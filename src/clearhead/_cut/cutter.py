@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -23,7 +23,7 @@ from clearhead._watch.modules import Modules
 from clearhead.masks import Mask
 from clearhead.watching import _eager, _nothing, _watchable
 
-__all__ = ["Cut", "Cutter", "Edges", "Place", "Weights", "cutting", "running"]
+__all__ = ["Cut", "Cutter", "Edges", "OtherBatch", "Place", "Weights", "cutting", "running"]
 
 # Rows of the first call of a layer that are made again, and how far they may be off.
 _SAMPLED = 4
@@ -41,7 +41,8 @@ class Place:
     def edges(self, edges: Mask, call: Call) -> Mask:
         """Give the edges, which are said in positions of the whole sequence, for this call."""
         batch, heads, query, source = call.sizes
-        if self.query == self.source == 0 and not self.generating:
+        start = self.query == self.source == 0
+        if not self.generating and (start or edges.own.query == query):
             return edges
         if call.kind == "cross":
             last, width = self.query + query, source
@@ -78,6 +79,10 @@ class Cut:
         raise NotImplementedError
 
 
+class OtherBatch(Exception):
+    """A call has not the batch that was given to the model, so that its samples are not known."""
+
+
 class Cutter(Handler):
     """Cuts, in every attention call of a model, what its cuts ask for."""
 
@@ -89,6 +94,8 @@ class Cutter(Handler):
         self.totals: dict[int, int] = {}
         self.notes: list[str] = []
         self.slices = [slice(None)]
+        self.batch: int | None = None
+        self.on_call: Callable[[Call], None] | None = None
         self._checked: set[int] = set()
         self._generating = False
         self._covered: dict[tuple[str, str], int] = {}
@@ -97,7 +104,11 @@ class Cutter(Handler):
         """Answer the context with what was cut, or None where nothing of this call is."""
         self.modules[call.layer], self.totals[call.layer] = call.module, call.sizes[1]
         place = self._place(call)
+        if self.batch is not None and call.sizes[0] != self.batch:
+            raise OtherBatch
         with torch.autocast(context.device.type, enabled=False):
+            if self.on_call is not None:
+                self.on_call(call)
             changed = context
             for samples in self.slices:
                 for cuts, heads in self._groups(call, samples):
@@ -123,7 +134,7 @@ class Cutter(Handler):
         return [([cuts[n] for n in key], some) for key, some in grouped if key]
 
     def _check(self, cuts: list[Cut], call: Call, own: Tensor) -> None:
-        """Make sure, once for each layer, that the call is understood: edges can only then be cut."""
+        """Make sure, once for each layer, that the call is understood: only then it can be cut."""
         if call.layer in self._checked or not any(isinstance(cut, Edges) for cut in cuts):
             return
         self._checked.add(call.layer)
@@ -272,13 +283,13 @@ def cutting(model: Any, cuts: list[Cut], slices: list[slice] | None = None) -> I
     outer = running(model)
     with contextlib.ExitStack() as stack:
         cutter = outer or stack.enter_context(_attached(model))
-        before = cutter.cuts, cutter.slices
+        before = cutter.cuts, cutter.slices, cutter.batch, cutter.on_call
         cutter.cuts = [*cutter.cuts, *cuts]
         cutter.slices = slices or cutter.slices
         try:
             yield cutter
         finally:
-            cutter.cuts, cutter.slices = before
+            cutter.cuts, cutter.slices, cutter.batch, cutter.on_call = before
 
 
 @contextlib.contextmanager

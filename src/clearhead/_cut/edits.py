@@ -79,9 +79,10 @@ def left(call: Call, edges: Mask) -> Call:
 
 
 def context_of(call: Call, zeroed: Mask | None = None) -> Tensor:
-    """Mix the values of a call again, without the weights of some edges and not sharing them out."""
+    """Mix the values again, without the weights of some edges and without sharing those out."""
     if call.scores is not None:
-        assert call.weights is not None and call.value is not None
+        assert call.weights is not None
+        assert call.value is not None
         weights = call.weights if call.dropped is None else call.dropped
         if zeroed is not None:
             weights = weights.masked_fill(_dense(zeroed, call), 0.0)
@@ -95,7 +96,9 @@ def context_of(call: Call, zeroed: Mask | None = None) -> Tensor:
 
 
 def _attend(call: Call, read: Any = None) -> Any:
-    assert call.query is not None and call.key is not None and call.value is not None
+    assert call.query is not None
+    assert call.key is not None
+    assert call.value is not None
     return attend(
         call.query, call.key, call.value, call.mask,
         read=read, scale=call.scale, bias=call.bias, softcap=call.softcap, sinks=call.sinks,

@@ -1,4 +1,4 @@
-"""What is done to the output of a head: set to zero, to a mean or to that of another place; gated."""
+"""What is done to the output of a head: zero, a mean, that of another place, or a gate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ablated(Cut):
             if place.query > 0:
                 raise value_error(
                     "reference",
-                    f"is needed for how={self.how!r} in a step with a cache, which has few positions",
+                    f"is needed for how={self.how!r} under a cache: a step has few positions",
                     hint="give inputs of the model, whose run is taken the outputs from",
                 )
             return context
