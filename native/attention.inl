@@ -172,6 +172,12 @@ inline uint16_t to_half(float x, Type type) {
   return sign | (uint16_t)((size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13);
 }
 
+void to_halves(const float* from, int64_t count, Type type, uint16_t* to) {
+  int64_t i = 0;
+  for (; i + N <= count && Vec::store_as_half(to + i, Vec::load(from + i), type); i += N) {}
+  for (; i < count; ++i) to[i] = to_half(from[i], type);
+}
+
 inline const char* at(const View& view, Type type, int64_t batch, int64_t head, int64_t position) {
   const int64_t size = type == Type::f32 ? 4 : 2;
   return view.data + (batch * view.batch + head * view.head + position * view.position) * size;
@@ -192,13 +198,28 @@ inline Rows float_rows(const View& view, Type type, int64_t batch, int64_t head,
   return {scratch, width};
 }
 
+// to[j][i] = from[i][j] for i < rows, j < columns
+void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
+  int64_t i = 0;
+  for (; i + N <= rows; i += N) {
+    int64_t j = 0;
+    for (; j + N <= columns; j += N) Vec::transpose(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
+    for (; j < columns; ++j)
+      for (int64_t r = i; r < i + N; ++r) to[j * to_stride + r] = from[r * from_stride + j];
+  }
+  for (; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+}
+
 // packed[i][lane] = sign * query[lane][i]; lanes past `count` repeat the last query
 void pack_floats(const View& view, Type type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t lanes,
                  int64_t width, float sign, float* scratch, float* packed) {
   const Rows rows = float_rows(view, type, batch, head, first, count, width, scratch);
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const float* row = rows.data + min(lane, count - 1) * rows.stride;
-    for (int64_t i = 0; i < width; ++i) packed[i * lanes + lane] = sign * row[i];
+  transpose(rows.data, rows.stride, count, width, packed, lanes);
+  for (int64_t i = 0; i < width; ++i) {
+    float* row = packed + i * lanes;
+    for (int64_t lane = count; lane < lanes; ++lane) row[lane] = row[count - 1];
+    for (int64_t lane = 0; sign < 0 && lane < lanes; ++lane) row[lane] = -row[lane];
   }
 }
 
@@ -256,6 +277,20 @@ void transpose_bits(uint64_t* rows) {  // 64 x 64, Hacker's Delight 7-3
     }
 }
 
+// Bit s is set where byte s is not zero.
+inline uint64_t bits_of_row(const uint8_t* row, int64_t stride, int64_t count) {
+  uint64_t result = 0;
+  int64_t s = 0;
+  for (; stride == 1 && s + 8 <= count; s += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, row + s, 8);
+    eight = (((eight & 0x7f7f7f7f7f7f7f7full) + 0x7f7f7f7f7f7f7f7full) | eight) >> 7 & 0x0101010101010101ull;
+    result |= (eight * 0x0102040810204080ull >> 56) << s;
+  }
+  for (; s < count; ++s) result |= (uint64_t)(row[s * stride] != 0) << s;
+  return result;
+}
+
 enum class Tile { empty, partial, full };
 
 inline uint64_t lane_mask(int64_t lanes) { return lanes >= 64 ? ~0ull : (1ull << lanes) - 1; }
@@ -265,12 +300,13 @@ Tile bits_of_bytes(const Edges& mask, int64_t batch, int64_t head, int64_t query
                    int64_t first, int64_t count, bool narrow, uint64_t* bits) {
   uint64_t rows[64];
   const uint8_t* base = mask.bytes + batch * mask.batch + head * mask.head + first * mask.source;
+  uint64_t seen = 0;
   for (int64_t lane = 0; lane < 64; ++lane) {
-    rows[lane] = 0;
-    if (lane >= lanes) continue;
     const uint8_t* row = base + (query + min(lane, queries - 1)) * mask.query;
-    for (int64_t s = 0; s < count; ++s) rows[lane] |= (uint64_t)(row[s * mask.source] != 0) << s;
+    rows[lane] = lane < lanes ? bits_of_row(row, mask.source, count) : 0;
+    seen |= rows[lane];
   }
+  if (!seen) return Tile::empty;
   transpose_bits(rows);
   uint64_t any = 0, all = ~0ull;
   for (int64_t s = 0; s < count; ++s) {
@@ -400,7 +436,7 @@ struct Block {
   Block(const Forward& call, Arena& arena) : call(call) {
     pairs = uses_pairs(call), strip = keeps_strip(call), plain = is_plain(call);
     const int64_t tile_limit = call.source / kTile + 2;
-    packed = arena.take<float>(call.head_dim * lanes);
+    packed = arena.take<float>(max(call.head_dim, call.value_dim) * lanes);
     scores = arena.take<float>((strip ? tile_limit * kTile : kTile) * lanes);
     out = arena.take<float>(call.value_dim * lanes);
     row_max = arena.take<float>(lanes), row_sum = arena.take<float>(lanes), rescale = arena.take<float>(lanes);
@@ -617,15 +653,20 @@ struct Block {
   }
 
   void write_context() {
-    const int64_t size = call.type == Type::f32 ? 4 : 2;
+    for (int64_t i = 0; i < call.value_dim * W; ++i) {
+      const f scale = Vec::load(rescale + i % W * N);
+      Vec::store(out + i * N, Vec::mul(Vec::load(out + i * N), scale));
+    }
+    const bool direct = call.type == Type::f32;
+    float* rows = direct ? (float*)at(call.out, call.type, batch, head, first) : packed;  // packed has served
+    const int64_t stride = direct ? call.out.position : call.value_dim;
+    transpose(out, lanes, call.value_dim, count, rows, stride);
     for (int64_t lane = 0; lane < count; ++lane) {
-      char* to = (char*)at(call.out, call.type, batch, head, first + lane);
-      const bool empty = row_sum[lane] == 0;
-      for (int64_t i = 0; i < call.value_dim; ++i) {
-        const float value = empty ? 0 : out[i * lanes + lane] * rescale[lane];
-        if (size == 4) ((float*)to)[i] = value;
-        else ((uint16_t*)to)[i] = to_half(value, call.type);
-      }
+      float* row = rows + lane * stride;
+      if (row_sum[lane] == 0) std::memset(row, 0, sizeof(float) * call.value_dim);
+      if (direct) continue;
+      auto* to = (uint16_t*)at(call.out, call.type, batch, head, first + lane);
+      to_halves(row, call.value_dim, call.type, to);
     }
   }
 

@@ -111,8 +111,8 @@ struct Gradient {
         if (call.type == Type::f32) std::memcpy(row, from, sizeof(float) * width);
         else to_float((const uint16_t*)from, width, call.type, row);
       }
-      for (int64_t i = 0; !pairs && i < width; ++i) packed[i * lanes + lane] = row[i];
     }
+    if (!pairs) transpose(rows, padded_width, lanes, width, packed, lanes);
   }
 
   // The rows of bf16 numbers as pairs of features, by lane, and as pairs of queries, by feature.
@@ -263,10 +263,7 @@ struct Gradient {
 
   void add_dq() {
     const int64_t base = ((slot * call.batch + batch) * call.head + head) * call.query + first;
-    for (int64_t lane = 0; lane < count; ++lane) {
-      float* to = work.dq + (base + lane) * call.head_dim;
-      for (int64_t i = 0; i < call.head_dim; ++i) to[i] = dq[i * lanes + lane];
-    }
+    transpose(dq, lanes, call.head_dim, count, work.dq + base * call.head_dim, call.head_dim);
   }
 
   void block() {

@@ -65,6 +65,30 @@ struct Vec {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
   }
 
+  // false where the verb has no such conversion
+  static bool store_as_half(uint16_t* p, f x, Type type) {
+    if (type != Type::f16) return false;
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    return true;
+  }
+
+  // to[j][i] = from[i][j], 8 x 8
+  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+    f b[8];
+    for (int k = 0; k < 8; k += 4) {
+      const float* r = from + k * from_stride;
+      const f a0 = load(r), a1 = load(r + from_stride), a2 = load(r + 2 * from_stride), a3 = load(r + 3 * from_stride);
+      const f ab_low = _mm256_unpacklo_ps(a0, a1), ab_high = _mm256_unpackhi_ps(a0, a1);
+      const f cd_low = _mm256_unpacklo_ps(a2, a3), cd_high = _mm256_unpackhi_ps(a2, a3);
+      b[k] = _mm256_shuffle_ps(ab_low, cd_low, 0x44), b[k + 1] = _mm256_shuffle_ps(ab_low, cd_low, 0xee);
+      b[k + 2] = _mm256_shuffle_ps(ab_high, cd_high, 0x44), b[k + 3] = _mm256_shuffle_ps(ab_high, cd_high, 0xee);
+    }
+    for (int k = 0; k < 4; ++k) {
+      store(to + k * to_stride, _mm256_permute2f128_ps(b[k], b[k + 4], 0x20));
+      store(to + (k + 4) * to_stride, _mm256_permute2f128_ps(b[k], b[k + 4], 0x31));
+    }
+  }
+
   // 2^x, at most 1 ulp off where the result is normal; zero below -126, NaN for NaN.
   static f exp2(f x) {
     x = _mm256_max_ps(set1(-127.f), x);  // a NaN stays

@@ -60,6 +60,40 @@ struct Vec {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
   }
 
+  // false where the verb has no such conversion
+  static bool store_as_half(uint16_t* p, f x, Type type) {
+    if (type == Type::f16) {
+      _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+      return true;
+    }
+    i bits = _mm512_castps_si512(x);
+    const i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff)), 16);
+    bits = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(bits));
+    return true;
+  }
+
+  // to[j][i] = from[i][j], 16 x 16
+  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+    f a[16], b[16];
+    for (int k = 0; k < 16; ++k) a[k] = load(from + k * from_stride);
+    for (int k = 0; k < 16; k += 4) {
+      const f ab_low = _mm512_unpacklo_ps(a[k], a[k + 1]), ab_high = _mm512_unpackhi_ps(a[k], a[k + 1]);
+      const f cd_low = _mm512_unpacklo_ps(a[k + 2], a[k + 3]), cd_high = _mm512_unpackhi_ps(a[k + 2], a[k + 3]);
+      b[k] = _mm512_shuffle_ps(ab_low, cd_low, 0x44), b[k + 1] = _mm512_shuffle_ps(ab_low, cd_low, 0xee);
+      b[k + 2] = _mm512_shuffle_ps(ab_high, cd_high, 0x44), b[k + 3] = _mm512_shuffle_ps(ab_high, cd_high, 0xee);
+    }
+    for (int k = 0; k < 4; ++k) {  // b[4 r + k] holds, of rows 4 r .. 4 r + 3, the columns k, k + 4, k + 8, k + 12
+      const f low = _mm512_shuffle_f32x4(b[k], b[k + 4], 0x44), high = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0x44);
+      const f low2 = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xee), high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xee);
+      store(to + k * to_stride, _mm512_shuffle_f32x4(low, high, 0x88));
+      store(to + (k + 4) * to_stride, _mm512_shuffle_f32x4(low, high, 0xdd));
+      store(to + (k + 8) * to_stride, _mm512_shuffle_f32x4(low2, high2, 0x88));
+      store(to + (k + 12) * to_stride, _mm512_shuffle_f32x4(low2, high2, 0xdd));
+    }
+  }
+
   // 2^x, at most 1 ulp off where the result is normal; exact zero below -150, NaN for NaN.
   static f exp2(f x) {
     f r = _mm512_reduce_ps(x, 0x00);  // x - round(x), 0 for an infinity

@@ -67,6 +67,15 @@ struct Vec {
     return f{widen(p[0], type), widen(p[1], type), widen(p[2], type), widen(p[3], type)};
   }
 
+  // false where the verb has no such conversion
+  static bool store_as_half(uint16_t*, f, Type) { return false; }
+
+  // to[j][i] = from[i][j], 4 x 4
+  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+    for (int k = 0; k < 4; ++k)
+      for (int j = 0; j < 4; ++j) to[j * to_stride + k] = from[k * from_stride + j];
+  }
+
   // 2^x, at most 2 ulp off where the result is normal; zero below -126, NaN for NaN.
   static f exp2(f x) {
     const f low = set1(-127.f), high = set1(128.f);

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead import readings
 from clearhead._impl.problem import Problem
+from clearhead.masks._data import Dense
 from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
@@ -88,9 +89,10 @@ class Inputs:
     def parts(self) -> list[range]:
         """The whole, or as many queries at a time as have few enough edges to write out."""
         query = self.query.shape[2]
-        if self.problem.mask is None or self.ranges is not None:
+        mask = self.problem.mask
+        if mask is None or self.ranges is not None or type(mask) is Dense:
             return [range(query)]
-        own, block = self.problem.mask.own, _native.block()
+        own, block = mask.own, _native.block()
         row = (own.batch or 1) * (own.head or 1) * self.key.shape[2]
         step = max(1, EDGES // (row * block)) * block
         return [range(i, min(i + step, query)) for i in range(0, query, step)]
@@ -125,6 +127,9 @@ class Inputs:
 
     def write_out(self, mask: Any, part: range) -> Tensor:
         """The mask for some queries and all sources, a byte an edge."""
+        if type(mask) is Dense:
+            tensor = mask.tensor if mask.own.query is None else mask.tensor[..., part.start : part.stop, :]
+            return tensor if tensor.ndim == 4 else tensor[None, None]
         rows = torch.arange(part.start, part.stop)
         edges = mask.tile(rows, torch.arange(self.key.shape[2]), self.problem.sizes)
         return edges if edges.ndim == 4 else edges[None, None]
