@@ -1,4 +1,4 @@
-"""`clearhead scan`: any batch size, a kill and a resume give the same table; broken input counts."""
+"""`clearhead scan`: any batch size, a kill and a resume give the same table; errors are counted."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if not (MODELS / "smollm2" / "config.json").exists():
     pytest.skip(f"no models in {MODELS}: run `make real`", allow_module_level=True)
 
 # A larger slice can be asked for: the whole promise is one megabyte.
-BYTES = int(os.environ.get("CLEARHEAD_SCAN_BYTES", 12_000))
+BYTES = int(os.environ.get("CLEARHEAD_SCAN_BYTES", 24_000))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def assert_same(left: Path, right: Path) -> None:
         for name in ("mean", "variance"):
             if row[name] is not None:
                 scale = max(1, abs(row[name]))
-                worst[*key, name] = abs(row[name] - theirs[key][name]) / scale
+                worst[(*key, name)] = abs(row[name] - theirs[key][name]) / scale
     largest = max(worst, key=lambda key: worst[key])
     print("largest difference", worst[largest], "in", largest)
     assert worst[largest] <= 1e-6, largest
