@@ -158,13 +158,14 @@ def test_the_least_number_of_every_dtype_blocks(dtype: torch.dtype, of: torch.dt
 
 def bert(implementation: str) -> Any:
     torch.manual_seed(0)
+    options: Any = {"attn_implementation": implementation}
     config = BertConfig(
         vocab_size=11,
         hidden_size=8,
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=8,
-        **{"attn_implementation": implementation},
+        **options,
     )
     return BertModel(config).eval()
 

@@ -22,7 +22,7 @@ from clearhead.masks._convert import (
     from_multihead,
     from_sdpa,
 )
-from clearhead.masks._data import (
+from clearhead.masks._make import (
     dense,
     document,
     duplicate,

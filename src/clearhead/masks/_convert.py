@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import type_error, value_error
-from clearhead.masks._data import Dense, dense, keep, only_ones_and_zeros, require_bool
+from clearhead.masks._data import Dense
+from clearhead.masks._make import dense, keep, only_ones_and_zeros, require_bool
 from clearhead.masks._mask import Mask, readable
 from clearhead.masks._relative import causal, everything
 

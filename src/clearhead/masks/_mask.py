@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 # A tile that is tested edge by edge holds at most this many of them at a time.
 CHUNK = 1 << 22
-# Tiles of this many positions a side are tested where `block` does not know.
-TILE = 128
 # More edges than this are not tested one by one to count or draw them (about ten seconds).
 PATIENCE = 1 << 32
 
@@ -97,7 +94,7 @@ class Mask:
             if own is not None and own != size and not (own == 1 and name in ("batch", "head")):
                 raise value_error(
                     "mask",
-                    f"{self._short()} is made for {_count(own, name)}, the call has {size}",
+                    f"{self._short()} is made for {how_many(own, name)}, the call has {size}",
                     shapes={"mask (batch, head, query, source)": self.own, "call": tuple(sizes)},
                     hint="make the mask from the data of this call",
                 )
@@ -258,6 +255,8 @@ class Mask:
         """
         sizes = self._sizes(query, source, batch, head)
         self.check(sizes)
+        from clearhead.masks._tally import Tally
+
         tally = Tally(self, sizes)
         counted = tally.count(0, sizes.query, 0, sizes.source)
         return int(torch.as_tensor(counted).expand(tally.lead).sum())
@@ -439,24 +438,26 @@ class Mask:
     # Composition.
 
     def __and__(self, other: Mask | Tensor) -> Mask:
-        return compose(And, self, other)
+        return _compose("And", self, other)
 
     def __or__(self, other: Mask | Tensor) -> Mask:
-        return compose(Or, self, other)
+        return _compose("Or", self, other)
 
     def __sub__(self, other: Mask | Tensor) -> Mask:
-        return compose(Minus, self, other)
+        return _compose("Minus", self, other)
 
     def __rand__(self, other: Mask | Tensor) -> Mask:
-        return compose(And, other, self)
+        return _compose("And", other, self)
 
     def __ror__(self, other: Mask | Tensor) -> Mask:
-        return compose(Or, other, self)
+        return _compose("Or", other, self)
 
     def __rsub__(self, other: Mask | Tensor) -> Mask:
-        return compose(Minus, other, self)
+        return _compose("Minus", other, self)
 
     def __invert__(self) -> Mask:
+        from clearhead.masks._compose import Not
+
         return Not(self)
 
     def __bool__(self) -> bool:
@@ -517,247 +518,9 @@ class Mask:
         )
 
 
-class Pair(Mask):
-    """Two masks joined by an operator."""
-
-    _sign = ""
-
-    def __init__(self, left: Mask, right: Mask):
-        self.left, self.right = left, right
-        self.own = _agree(self, left, right)
-        self._calls = left._calls or right._calls
-
-    def to(self, device: torch.device | str) -> Mask:
-        left, right = self.left.to(device), self.right.to(device)
-        return self if left is self.left and right is self.right else type(self)(left, right)
-
-    def check(self, sizes: Sizes) -> None:
-        self.left.check(sizes)
-        self.right.check(sizes)
-
-    def _least(self) -> int:
-        return max(self.left._least(), self.right._least())
-
-    def _text(self, full: bool) -> str:
-        left, right = self.left._text(full), self.right._text(full)
-        left = f"({left})" if self.left._rank < self._rank else left
-        right = f"({right})" if self.right._rank <= self._rank else right
-        return f"{left} {self._sign} {right}"
-
-
-class And(Pair):
-    """The edges in both."""
-
-    _sign, _rank = "&", 1
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        return self.left._at(b, h, i, j, sizes) & self.right._at(b, h, i, j, sizes)
-
-    def _tile(
-        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
-    ) -> Tensor:
-        # A user's function is asked last, and only about edges that the other side allows.
-        first, last = (self.right, self.left) if self.left._calls else (self.left, self.right)
-        edges = first._tile(rows, columns, sizes, within)
-        if last._calls:
-            within = edges if within is None else edges & within
-        return edges & last._tile(rows, columns, sizes, within)
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        tile = (top, bottom, left, right, query, source)
-        first = self.left._block(*tile)
-        return first and Block(min(first, self.right._block(*tile)))
-
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
-        left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
-        if left is None or right is None:
-            return None
-        return torch.maximum(left[0], right[0]), torch.minimum(left[1], right[1])
-
-
-class Or(Pair):
-    """The edges in one or both."""
-
-    _sign, _rank = "|", 0
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        return self.left._at(b, h, i, j, sizes) | self.right._at(b, h, i, j, sizes)
-
-    def _tile(
-        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
-    ) -> Tensor:
-        first, last = (self.right, self.left) if self.left._calls else (self.left, self.right)
-        edges = first._tile(rows, columns, sizes, within)
-        if last._calls:
-            within = ~edges if within is None else within & ~edges
-        return edges | last._tile(rows, columns, sizes, within)
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        tile = (top, bottom, left, right, query, source)
-        first = self.left._block(*tile)
-        return first if first == Block.FULL else Block(max(first, self.right._block(*tile)))
-
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
-        left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
-        if left is None or right is None:
-            return None
-        (a, b), (c, d) = tidy(*left, sizes.source), tidy(*right, sizes.source)
-        touching = (torch.maximum(a, c) <= torch.minimum(b, d)) | (a == b) | (c == d)
-        if not readable(touching) or not touching.all():
-            return None
-        start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
-        return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
-
-
-class Not(Mask):
-    """All other edges."""
-
-    _rank = 3
-
-    def __init__(self, inner: Mask):
-        self.inner, self.own, self._calls = inner, inner.own, inner._calls
-
-    def to(self, device: torch.device | str) -> Mask:
-        inner = self.inner.to(device)
-        return self if inner is self.inner else Not(inner)
-
-    def check(self, sizes: Sizes) -> None:
-        self.inner.check(sizes)
-
-    def _least(self) -> int:
-        return self.inner._least()
-
-    def _text(self, full: bool) -> str:
-        text = self.inner._text(full)
-        return f"~({text})" if self.inner._rank < self._rank else f"~{text}"
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        return ~self.inner._at(b, h, i, j, sizes)
-
-    def _tile(
-        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
-    ) -> Tensor:
-        return ~self.inner._tile(rows, columns, sizes, within)
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        return Block(2 - self.inner._block(top, bottom, left, right, query, source))
-
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
-        found = self.inner._intervals(i, sizes)
-        if found is None:
-            return None
-        start, stop = tidy(*found, sizes.source)
-        empty, last = start == stop, stop == sizes.source
-        one_side = empty | last | (start == 0)
-        if not readable(one_side) or not one_side.all():
-            return None
-        zero = torch.zeros_like(start)
-        begin = torch.where(empty | last, zero, stop)
-        end = torch.where(last & ~empty, start, zero + sizes.source)
-        return begin, end
-
-
-class Minus(Pair):
-    """The edges of the first that are not in the second."""
-
-    _sign, _rank = "-", 2
-
-    def __init__(self, left: Mask, right: Mask):
-        super().__init__(left, right)
-        self._both = And(left, Not(right))
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        return self._both._at(b, h, i, j, sizes)
-
-    def _tile(
-        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
-    ) -> Tensor:
-        return self._both._tile(rows, columns, sizes, within)
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        return self._both._block(top, bottom, left, right, query, source)
-
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
-        return self._both._intervals(i, sizes)
-
-
-def compose(kind: type[Pair], left: Mask | Tensor, right: Mask | Tensor) -> Any:
-    """Join two masks; a bool tensor counts as `dense(tensor)`."""
-    from clearhead.masks._data import dense
-
-    sides = [dense(side) if isinstance(side, Tensor) else side for side in (left, right)]
-    if not all(isinstance(side, Mask) for side in sides):
-        return NotImplemented
-    return kind(*sides)
-
-
-def _agree(whole: Pair, left: Mask, right: Mask) -> Own:
-    """The sizes that two masks fix together."""
-    sizes = []
-    for name in Own._fields:
-        a, b = getattr(left.own, name), getattr(right.own, name)
-        loose = (None, 1) if name in ("batch", "head") else (None,)
-        if a not in loose and b not in loose and a != b:
-            raise value_error(
-                "mask",
-                f"{left._short()} is made for {_count(a, name)}, {right._short()} for {b}",
-                shapes={
-                    "left  (batch, head, query, source)": left.own,
-                    "right (batch, head, query, source)": right.own,
-                },
-                hint="compose masks made from the data of the same call",
-            )
-        sizes.append(b if a in loose and b is not None else a)
-    return Own(*sizes)
-
-
-def _count(number: int, name: str) -> str:
+def how_many(number: int, name: str) -> str:
     plural = {"batch": "samples", "head": "heads", "query": "queries", "source": "sources"}
     return f"{number} {name if number == 1 else plural[name]}"
-
-
-class Tally:
-    """Counts the edges of tiles, exactly, without testing those that `block` knows."""
-
-    def __init__(self, mask: Mask, sizes: Sizes):
-        self.mask, self.sizes, self.tested = mask, sizes, 0
-        edge = torch.zeros(min(sizes.query, 1), dtype=torch.int64)
-        column = torch.zeros(min(sizes.source, 1), dtype=torch.int64)
-        # Some masks tell only by an answer whether they vary over samples and heads.
-        shape = mask._tile(edge, column, sizes).shape
-        self.lead = tuple(shape[:2]) if len(shape) == 4 else (1, 1)
-
-    def count(self, top: int, bottom: int, left: int, right: int) -> int | Tensor:
-        """Return the number of edges of a tile; (batch or 1, head or 1) where samples differ."""
-        tall, wide = bottom - top, right - left
-        if not tall or not wide:
-            return 0
-        block = self.mask._block(top, bottom, left, right, self.sizes.query, self.sizes.source)
-        if block != Block.PARTIAL:
-            return tall * wide if block else 0
-        if tall <= TILE and wide <= TILE:
-            return self._test(top, bottom, left, right)
-        down = (top, top + tall // 2, bottom) if tall > TILE else (top, bottom)
-        across = (left, left + wide // 2, right) if wide > TILE else (left, right)
-        return sum(
-            self.count(*rows, *columns) for rows in pairwise(down) for columns in pairwise(across)
-        )
-
-    def _test(self, top: int, bottom: int, left: int, right: int) -> int | Tensor:
-        self.tested += (bottom - top) * (right - left) * self.lead[0] * self.lead[1]
-        if self.tested > PATIENCE:
-            raise self.mask._too_many(self.sizes)
-        tile = self.mask._tile(torch.arange(top, bottom), torch.arange(left, right), self.sizes)
-        counted = tile.sum((-2, -1))
-        return counted if tile.dim() == 4 else int(counted)
 
 
 def tidy(start: Tensor, stop: Tensor, source: int) -> tuple[Tensor, Tensor]:
@@ -805,3 +568,10 @@ def pick(mask: Mask, edges: Tensor, sample: int | None, head: int | None) -> Ten
         )
     ]
     return edges[chosen[0], chosen[1]]
+
+
+def _compose(kind: str, left: Mask | Tensor, right: Mask | Tensor) -> Any:
+    # The compositions are masks themselves, hence not at the top.
+    from clearhead.masks import _compose
+
+    return _compose.compose(getattr(_compose, kind), left, right)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from clearhead.errors import type_error, value_error
-from clearhead.masks import _data, _relative
-from clearhead.masks._mask import And, Mask, Minus, Not, Or
+from clearhead.masks import _make, _relative
+from clearhead.masks._compose import And, Minus, Not, Or
+from clearhead.masks._mask import Mask
 from clearhead.masks._relative import LARGEST
 
 LEAVES: dict[str, Callable[..., Mask]] = {
@@ -25,13 +26,13 @@ LEAVES: dict[str, Callable[..., Mask]] = {
         _relative.diagonal,
         _relative.first,
         _relative.prefix,
-        _data.lengths,
-        _data.keep,
-        _data.document,
-        _data.same,
-        _data.induction,
-        _data.duplicate,
-        _data.dense,
+        _make.lengths,
+        _make.keep,
+        _make.document,
+        _make.same,
+        _make.induction,
+        _make.duplicate,
+        _make.dense,
     )
 }
 BARE = ("everything", "nothing", "causal")

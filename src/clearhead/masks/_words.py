@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from clearhead.errors import value_error
-from clearhead.masks._mask import Mask, Minus, Not, Or, Pair, Tally, pick, position
+from clearhead.masks._compose import Minus, Not, Or, Pair
+from clearhead.masks._mask import Mask, pick, position
+from clearhead.masks._tally import Tally
 
 if TYPE_CHECKING:
     from clearhead._impl.problem import Sizes
