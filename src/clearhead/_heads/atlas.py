@@ -19,14 +19,14 @@ ROLES = {
     "previous": ("P", "previous token"),
     "induction": ("I", "induction"),
     "duplicate": ("D", "duplicate token"),
-    "precursor": ("B", "token before an earlier occurrence"),
     "self": ("=", "own position"),
     "sink": ("S", "sink"),
+    "precursor": ("B", "token before an earlier occurrence"),
     "entropy_normalized": ("~", "even"),
     "local": ("L", "local"),
 }
-# Nearly every short text is local, and only what is nearly uniform is even.
-_OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.99}
+# Much of a short text is local. A first row, which has one source, is never even.
+_OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.95}
 
 
 def pooled(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:

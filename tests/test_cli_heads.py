@@ -1,0 +1,107 @@
+"""`clearhead heads`: the roles of heads with known weights, as text and as JSON, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead import cli, heads, masks
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+# Heads that are their masks: rows have one source, so that weights are known. The last is even.
+TOKENS = torch.tensor([4, 5, 6, 7]).repeat(6)[:23]
+PATTERNS = (
+    masks.diagonal(1), masks.induction(TOKENS) & masks.window(4), masks.first(1),
+    masks.diagonal(0), masks.first(1), masks.causal(),
+)  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    from clearhead._scan import table
+
+    size = len(TOKENS)
+    edges = torch.stack([mask.dense(size, size).reshape(size, size) for mask in PATTERNS])
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(1, len(PATTERNS), size, 4)
+        return ch.attend(x, x, x, masks.dense(edges[None]))
+
+    survey = heads.measure(model, TOKENS)  # type: ignore[arg-type]
+    about = {"model": "a model [of/tests]", "corpus": "a corpus", "tokens": size}
+    table.write(tmp_path / "table", map(vars, survey.rows()), about)
+    return tmp_path / "table"
+
+
+def printed(capsys: Any, *arguments: object) -> str:
+    assert cli.main(["heads", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_roles(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, file, "--json"))
+    roles = {head["head"]: head["roles"][0] for head in found["heads"]}
+    assert roles == {
+        0: "previous", 1: "induction", 2: "sink", 3: "self", 4: "sink", 5: "entropy_normalized",
+    }  # fmt: skip
+    assert found["redundant"] == [{"layer": 0, "heads": [2, 4]}]
+    assert found["roles"]["previous"] == [{"layer": 0, "head": 0, "mean": 1.0}]
+    assert found["about"]["schema"] == "clearhead.scan"
+
+
+def test_text(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(capsys, file)
+    lines = text.splitlines()
+    # Markup in a name is no markup.
+    assert lines[0].startswith("a model [of/tests]: 1 layers, 6 heads, over 23 tokens")
+    assert lines[1].split() == ["layer", "0", "1", "2", "3", "4", "5"]
+    assert lines[2].split() == ["0", "P", "I", "S", "=", "S", "~"]
+    assert "sink [sink] 0.2 (1.00), 0.4 (1.00)" in lines
+    assert "redundant [cosine ≥ 0.9] 0.2 = 0.4" in lines
+    assert max(map(len, lines)) <= 80
+    assert "0.2 (1.00) and 1 more" in printed(capsys, file, "--top", 1)
+
+
+def test_a_table_per_document_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the bell\nhell or shell, shell or hell\nten men\n", encoding="utf-8")
+    for name, more in (("whole", []), ("each", ["--per-document"])):
+        assert cli.main(["scan", str(corpus), "--out", str(tmp_path / name), *more]) == 0
+    capsys.readouterr()
+    whole = json.loads(printed(capsys, tmp_path / "whole", "--json"))
+    each = json.loads(printed(capsys, tmp_path / "each", "--json"))
+    for ours, theirs in zip(each["heads"], whole["heads"], strict=True):
+        for name, mean in ours["means"].items():
+            assert mean == pytest.approx(theirs["means"][name], abs=1e-12)
+        assert ours["roles"] == theirs["roles"]
+    assert "not in a table per document" in printed(capsys, tmp_path / "each")
+
+
+def test_refusals(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"layer": [1]}), other)
+    (tmp_path / "text").write_text("no table")
+    table = pq.read_table(file)
+    newer = json.dumps({"schema": "clearhead.scan", "version": 2})
+    pq.write_table(table.replace_schema_metadata({"clearhead": newer}), tmp_path / "newer")
+    cases: list[tuple[list[object], str]] = [
+        ([tmp_path / "missing"], "FILE: does not exist"),
+        ([tmp_path], "FILE: is no file"),
+        ([other], "FILE: is no table of `clearhead scan`"),
+        ([tmp_path / "text"], "FILE: is no table of `clearhead scan`"),
+        ([tmp_path / "newer"], "FILE: has version 2 of the table, and this is version 1"),
+        ([file, "--threshold", 0], "--threshold: is a share"),
+        ([file, "--alike", "nan"], "--alike: is a share"),
+        ([file, "--top", 0], "--top: must be at least 1"),
+    ]
+    for arguments, message in cases:
+        assert cli.main(["heads", *map(str, arguments)]) == 2, arguments
+        assert message in capsys.readouterr().err, arguments
