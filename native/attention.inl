@@ -225,46 +225,55 @@ void pack_floats(const View& view, Type type, int64_t batch, int64_t head, int64
 
 // ---- masks -----------------------------------------------------------------------------------
 
-// The ranges of one block of queries, one lane each, and what they have in common.
-struct Ranges {
+// Some range of each query of a block, one lane each, and what the queries have in common.
+struct Range {
   int32_t start[kMaxLanes], stop[kMaxLanes];
   int64_t first, last;            // outside [first, last) nothing is allowed
   int64_t full_first, full_last;  // inside [full_first, full_last) everything is
 };
 
+struct Ranges {
+  Range all[kMaxRanges];
+  int64_t count, first, last;
+};
+
+void fill_range(const int32_t* start, const int32_t* stop, int64_t count, int64_t lanes, int64_t source, Range& range) {
+  range.first = source, range.last = 0, range.full_first = 0, range.full_last = source;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t at = min(lane, count - 1);
+    const int64_t from = max(0, min(start[at], source)), to = max(from, min(stop[at], source));
+    range.start[lane] = (int32_t)from, range.stop[lane] = (int32_t)to;
+    if (from < to) range.first = min(range.first, from), range.last = max(range.last, to);
+    range.full_first = max(range.full_first, from), range.full_last = min(range.full_last, to);
+  }
+}
+
 Ranges ranges_of(const Edges& mask, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t lanes,
                  int64_t source) {
   Ranges result;
-  if (!mask.start) {
-    result.first = result.full_first = 0;
-    result.last = result.full_last = source;
-    return result;
-  }
-  const int64_t offset = batch * mask.range_batch + head * mask.range_head + first;
-  result.first = source, result.last = 0, result.full_first = 0, result.full_last = source;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t at = offset + min(lane, count - 1);
-    const int64_t start = max(0, min(mask.start[at], source));
-    const int64_t stop = max(start, min(mask.stop[at], source));
-    result.start[lane] = (int32_t)start, result.stop[lane] = (int32_t)stop;
-    if (start < stop) result.first = min(result.first, start), result.last = max(result.last, stop);
-    result.full_first = max(result.full_first, start), result.full_last = min(result.full_last, stop);
+  result.count = mask.start ? mask.ranges : 0;
+  result.first = mask.start ? source : 0, result.last = mask.start ? 0 : source;
+  for (int64_t r = 0; r < result.count; ++r) {
+    const int64_t offset = r * mask.range_step + batch * mask.range_batch + head * mask.range_head + first;
+    Range& range = result.all[r];
+    fill_range(mask.start + offset, mask.stop + offset, count, lanes, source, range);
+    result.first = min(result.first, range.first), result.last = max(result.last, range.last);
   }
   return result;
 }
 
-// bits[s] says which lanes may read source `first + s`
+// Sets in bits[s] the lanes that may read source `first + s` by this range
 template <int W>
-void bits_of_ranges(const Ranges& ranges, int64_t first, int64_t count, uint64_t* bits) {
+void add_bits_of_range(const Range& range, int64_t first, int64_t count, uint64_t* bits) {
   for (int64_t s = 0; s < count; ++s) {
     uint64_t result = 0;
     const auto here = Vec::set1_int((int32_t)(first + s));
     for (int j = 0; j < W; ++j) {
-      const uint64_t before = Vec::greater_int(Vec::load_int(ranges.start + j * N), here);
-      const uint64_t inside = Vec::greater_int(Vec::load_int(ranges.stop + j * N), here);
+      const uint64_t before = Vec::greater_int(Vec::load_int(range.start + j * N), here);
+      const uint64_t inside = Vec::greater_int(Vec::load_int(range.stop + j * N), here);
       result |= (inside & ~before) << (j * N);
     }
-    bits[s] = result;
+    bits[s] |= result;
   }
 }
 
@@ -321,11 +330,19 @@ Tile bits_of_bytes(const Edges& mask, int64_t batch, int64_t head, int64_t query
 template <int W>
 Tile tile_bits(const Edges& mask, const Ranges& ranges, int64_t batch, int64_t head, int64_t query, int64_t queries,
                int64_t first, int64_t count, uint64_t* bits) {
-  Tile result = Tile::full;
-  if (mask.start && (first < ranges.full_first || first + count > ranges.full_last)) {
-    bits_of_ranges<W>(ranges, first, count, bits);
+  Tile result = ranges.count ? Tile::empty : Tile::full;
+  for (int64_t r = 0; r < ranges.count; ++r) {
+    const Range& range = ranges.all[r];
+    if (first >= range.full_first && first + count <= range.full_last) {
+      result = Tile::full;
+      break;
+    }
+    if (first >= range.last || first + count <= range.first) continue;
+    if (result == Tile::empty) std::memset(bits, 0, sizeof(uint64_t) * count);
+    add_bits_of_range<W>(range, first, count, bits);
     result = Tile::partial;
   }
+  if (result == Tile::empty) return result;
   if (mask.bytes)
     return bits_of_bytes(mask, batch, head, query, queries, W * N, first, count, result == Tile::partial, bits);
   return result;
@@ -374,6 +391,14 @@ Tile block_by_bias(const float* tile, int64_t n, Tile kind, uint64_t* bits) {
 }
 
 bool is_plain(const Forward& call) { return !call.bias.data && call.softcap == 0 && call.scale != 0; }
+
+// Scores that are plain products are scaled again as they are weighed: from about 1e9 on the
+// rounding of the largest, of 1 part in 2^24, is more than an exponential takes. `seen` tells that
+// there is a source to read, so that a sum of 0 means that all scores were -inf.
+inline bool is_odd_row(const Forward& call, float most, float sum, bool seen) {
+  if (sum == 0) return seen;
+  return !(std::fabs(most) <= (is_plain(call) ? 1e8f : FLT_MAX)) || !(sum <= FLT_MAX);
+}
 
 // Brings scores to their final value: scale, softcap, bias, and -inf where masked. `slope`, if
 // wanted, gets the derivative of the softcap.
@@ -462,7 +487,7 @@ struct Block {
     const float sink = call.sinks ? call.sinks[head] : 0;
     for (int lane = 0; lane < lanes; ++lane) {
       row_max[lane] = call.sinks && sink > -FLT_MAX ? sink : -FLT_MAX;
-      row_sum[lane] = call.sinks && sink > -INFINITY ? 1 : 0;
+      row_sum[lane] = !call.sinks || sink == -INFINITY ? 0 : sink != sink ? sink : 1;
       neg_entropy[lane] = 0;
     }
     std::memset(out, 0, sizeof(float) * call.value_dim * lanes);
@@ -648,8 +673,21 @@ struct Block {
   void finish() {
     for (int lane = 0; lane < lanes; ++lane) rescale[lane] = row_sum[lane] == 0 ? 0 : 1 / row_sum[lane];
     if (call.out.data) write_context();
+    if (call.odd && is_odd()) call.odd->store(true, std::memory_order_relaxed);
     if (call.lse || call.row_max || call.entropy || call.top) write_statistics();
     if (strip) weigh();
+  }
+
+  // `out` is final by now.
+  bool is_odd() const {
+    uint64_t bad = 0;
+    for (int64_t i = 0; i < call.value_dim * W; ++i) bad |= Vec::not_finite(Vec::load(out + i * N));
+    for (int64_t lane = 0; lane < count; ++lane) {
+      bool seen = !ranges.count;
+      for (int64_t r = 0; r < ranges.count; ++r) seen |= ranges.all[r].start[lane] < ranges.all[r].stop[lane];
+      bad |= is_odd_row(call, row_max[lane], row_sum[lane], seen && !call.mask.bytes && !call.bias.data);
+    }
+    return bad;
   }
 
   void write_context() {

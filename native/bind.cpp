@@ -87,8 +87,11 @@ struct Call {
     work.first_query = first, work.query_total = total;
   }
 
-  static void ranges(Edges& edges, uintptr_t start, uintptr_t stop, int64_t batch, int64_t head) {
-    require(batch >= 0 && head >= 0, "strides must not be negative");
+  static void ranges(Edges& edges, uintptr_t start, uintptr_t stop, int64_t count, int64_t step, int64_t batch,
+                     int64_t head) {
+    require(count > 0 && count <= kMaxRanges, "a query has one range of sources, or a few");
+    require(step >= 0 && batch >= 0 && head >= 0, "strides must not be negative");
+    edges.ranges = count, edges.range_step = step;
     edges.start = address<int32_t>(start), edges.stop = address<int32_t>(stop);
     edges.range_batch = batch, edges.range_head = head;
   }
@@ -97,8 +100,8 @@ struct Call {
     edges.bytes = address<uint8_t>(place);
     edges.batch = stride[0], edges.head = stride[1], edges.query = stride[2], edges.source = stride[3];
   }
-  void set_ranges(uintptr_t start, uintptr_t stop, int64_t batch, int64_t head) {
-    ranges(work.mask, start, stop, batch, head);
+  void set_ranges(uintptr_t start, uintptr_t stop, int64_t count, int64_t step, int64_t batch, int64_t head) {
+    ranges(work.mask, start, stop, count, step, batch, head);
   }
   void set_edges(uintptr_t place, Four stride) { bytes(work.mask, place, stride); }
   void set_bias(uintptr_t place, Four stride) {
@@ -121,8 +124,8 @@ struct Call {
     work.distance = address<float>(place), work.distance_offset = offset;
   }
   void set_mass(uintptr_t place) { work.mass = address<float>(place); }
-  void set_mass_ranges(uintptr_t start, uintptr_t stop, int64_t batch, int64_t head) {
-    ranges(work.mass_edges, start, stop, batch, head);
+  void set_mass_ranges(uintptr_t start, uintptr_t stop, int64_t count, int64_t step, int64_t batch, int64_t head) {
+    ranges(work.mass_edges, start, stop, count, step, batch, head);
   }
   void set_mass_edges(uintptr_t place, Four stride) { bytes(work.mass_edges, place, stride); }
   void set_rows(uintptr_t row_of, int64_t count, uintptr_t rows) {
@@ -144,16 +147,21 @@ struct Call {
     require(work.source_edges[0] == 0 && work.source_edges[sources] == work.source, "cells must cover the sources");
   }
 
-  void run(int threads) {
+  // True where the numbers are so large that the results cannot be relied on.
+  bool run(int threads) {
     const Kernel* kernel = kernel_or_throw();
-    if (!work.batch || !work.head || !work.query) return;
+    if (!work.batch || !work.head || !work.query) return false;
     require((!work.received && !work.cell_sum) || work.slots > 0, "sums over queries need slots");
+    std::atomic<bool> odd{false};
+    work.odd = &odd;
     bool ok;
     {
       nb::gil_scoped_release released;
       ok = forward(*kernel, work, threads);
     }
+    work.odd = nullptr;
     if (!ok) throw std::bad_alloc();
+    return odd;
   }
 
   // Gradients into dq (slots, batch, head, query, head_dim) and dk, dv (batch, source_head, source,

@@ -9,7 +9,9 @@ namespace {
 
 constexpr int64_t kFewQueries = 4, kManySources = 128;
 
-bool is_few(const Forward& call) { return call.query_total <= kFewQueries && call.source >= kManySources; }
+bool is_few(const Forward& call) { 
+  return call.query_total <= kFewQueries && call.source >= kManySources && call.mask.ranges <= 1;
+}
 
 // Chunks of sources a source head: enough items for many threads, whatever their number is.
 int64_t few_chunks(const Forward& call) {
@@ -188,11 +190,15 @@ struct Few {
       for (int64_t i = 0; i < call.value_dim; ++i) values[i] += share * part[N + i];
     }
     char* to = (char*)at(call.out, call.type, batch, head, query);
+    const Ranges range = ranges_of(call.mask, batch, head, query, 1, 1, call.source);
+    bool odd = is_odd_row(call, most, total, !call.mask.bytes && !call.bias.data && range.first < range.last);
     for (int64_t i = 0; i < call.value_dim; ++i) {
       const float value = total == 0 ? 0 : values[i] / total;
+      odd |= !(std::fabs(value) <= FLT_MAX);
       if (call.type == Type::f32) ((float*)to)[i] = value;
       else ((uint16_t*)to)[i] = to_half(value, call.type);
     }
+    if (call.odd && odd) call.odd->store(true, std::memory_order_relaxed);
     const int64_t place = (batch * call.head + head) * call.query_total + call.first_query + query;
     if (call.lse) call.lse[place] = total == 0 ? -INFINITY : most + std::log(total);
     if (call.row_max) call.row_max[place] = total == 0 ? 0 : most, call.row_scale[place] = total == 0 ? 0 : 1 / total;

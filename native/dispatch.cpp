@@ -183,7 +183,7 @@ bool forward(const Kernel& kernel, Forward& call, int threads) {
   // reading the sources costs more than the few operations on them
   if (!forward_few(kernel, call, threads_for(4 * work / call.query, threads))) return false;
   if (!reads_more(call)) return true;
-  call.out.data = nullptr, call.lse = call.row_max = nullptr;
+  call.out.data = nullptr, call.lse = call.row_max = nullptr, call.odd = nullptr;
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 

@@ -1,6 +1,7 @@
 // What a kernel is given: plain pointers, sizes and strides. Nothing here knows torch or Python.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -14,12 +15,15 @@ struct View {
   int64_t batch, head, position;
 };
 
-// One allowed range of sources a query, [start, stop), as arrays of (batch, head, query); a stride
-// of 0 broadcasts. Edges are bytes, one for each (query, source), 0 for blocked.
+// Allowed ranges of sources a query, [start, stop), as arrays of (range, batch, head, query); a
+// stride of 0 broadcasts, and a source is allowed that lies in any of a query's ranges. Edges are
+// bytes, one for each (query, source), 0 for blocked.
+constexpr int64_t kMaxRanges = 4;
+
 struct Edges {
   const int32_t* start;
   const int32_t* stop;
-  int64_t range_batch, range_head;
+  int64_t ranges, range_step, range_batch, range_head;
   const uint8_t* bytes;
   int64_t batch, head, query, source;
 };
@@ -66,6 +70,9 @@ struct Forward {
   float* cell_max;
 
   const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_sources
+
+  // Set where scores or sums left the range in which fp32 is exact enough, and the result may be wrong.
+  std::atomic<bool>* odd;
 };
 
 // Gradients of one call, all in fp32: dq is (slots, batch, head, query, head_dim), dk and dv are

@@ -45,7 +45,7 @@ struct Problem {
       return View{(char*)x.data(), kHead * positions * kDim, positions * kDim, kDim};
     };
     work.q = view(q, query), work.k = view(k, kSource), work.v = view(v, kSource), work.out = view(out, query);
-    work.mask.start = start.data(), work.mask.stop = stop.data();
+    work.mask.start = start.data(), work.mask.stop = stop.data(), work.mask.ranges = 1;
     work.lse = lse.data(), work.entropy = entropy.data(), work.row_max = row_max.data(), work.row_scale = row_scale.data();
     work.top = 3, work.top_weights = top.data(), work.top_sources = sources.data();
     work.slots = 4, work.received = received.data(), work.query_cells = work.source_cells = 3;

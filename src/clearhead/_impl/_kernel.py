@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead import readings
 from clearhead._impl.problem import Problem
+from clearhead.masks._compose import And, Minus, Not, Or
 from clearhead.masks._data import Dense
 from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
@@ -21,43 +22,97 @@ except ImportError:
     _native = None
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# A mask that is no interval a row is written out as bytes for so many edges at a time.
+# The kernel takes so many intervals a row.
+RANGES = 4
+# A mask that is no union of intervals is written out as bytes for so many edges at a time.
 EDGES = 1 << 24
 # Sums over queries are added up in so many places, whatever the threads, to have the same bits.
 SLOTS = 64
 
 
-class Ranges(NamedTuple):
-    """Start and stop of each query's sources, int32, (batch or 1, head or 1, query)."""
+# Where scores are larger, fp32 rounds them by more than the kernel's exponential takes.
+LARGEST = 1e8
 
-    start: Tensor
+
+class OutOfRange(ArithmeticError):
+    """The numbers of a call are too large for the kernel, or not finite."""
+
+
+class Ranges(NamedTuple):
+    """Start and stop of the ranges of each query's sources, (range, batch or 1, head or 1, query).
+
+    A source is allowed that lies in any of them.
+    """
+
+    start: Tensor  # int32
     stop: Tensor
 
-    def strides(self) -> tuple[int, int]:
-        """The steps from sample to sample and from head to head."""
-        batch, head, query = self.start.shape
-        return (query * head if batch > 1 else 0), (query if head > 1 else 0)
+    def strides(self) -> tuple[int, int, int, int]:
+        """How many ranges, and the steps from range to range, sample to sample, head to head."""
+        count, batch, head, query = self.start.shape
+        per_head = query if head > 1 else 0
+        return count, batch * head * query, (query * head if batch > 1 else 0), per_head
 
 
 def ranges_of(mask: Any, problem: Problem) -> Ranges | None:
-    """Return the mask's intervals as the kernel takes them, or None where it has none."""
+    """Return the mask as a few ranges a query, or None where it is none."""
     query, source = problem.query.shape[-2], problem.key.shape[-2]
     if type(mask) is Relative:
         return _relative_ranges(mask.low, mask.high, mask.align, query, source)
-    found = mask.intervals(query, source)
-    return None if found is None else _as_ranges(*found)
+    found = _intervals(mask, query, source)
+    return None if found is None else _as_ranges(found)
 
 
-def _as_ranges(*found: Tensor) -> Ranges:
-    start, stop = (x.to(torch.int32).contiguous() for x in found)
-    return Ranges(start, stop) if start.ndim == 3 else Ranges(start[None, None], stop[None, None])
+def _intervals(mask: Any, query: int, source: int) -> list[tuple[Tensor, Tensor]] | None:
+    """The mask as a union of intervals; looking for them in a full tensor costs more than it."""
+    if type(mask) is Dense and mask.own.query is not None:
+        return None
+    if not isinstance(mask, And | Or | Minus | Not):
+        found = mask.intervals(query, source)
+        return None if found is None else [found]
+    if isinstance(mask, Not):
+        return _complement(_intervals(mask.inner, query, source), source)
+    left = _intervals(mask.left, query, source)
+    right = None if left is None else _intervals(mask.right, query, source)
+    if isinstance(mask, Minus):
+        right = _complement(right, source)
+    if left is None or right is None:
+        return None
+    if isinstance(mask, Or):
+        found = mask.intervals(query, source)
+        union = left + right if found is None else [found]
+    else:
+        pairs = [(a, b) for a in left for b in right]
+        union = [(torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])) for a, b in pairs]
+    return union if len(union) <= RANGES else None
+
+
+def _complement(
+    found: list[tuple[Tensor, Tensor]] | None, source: int
+) -> list[tuple[Tensor, Tensor]] | None:
+    if found is None or len(found) > 1:
+        return None
+    start, stop = found[0]
+    # An empty interval may lie anywhere; its complement is everything.
+    empty = stop <= start
+    start, stop = start.masked_fill(empty, 0), stop.masked_fill(empty, 0)
+    return [(torch.zeros_like(start), start), (stop, torch.full_like(stop, source))]
+
+
+def _as_ranges(found: list[tuple[Tensor, Tensor]]) -> Ranges:
+    lifted = [[x if x.ndim == 3 else x[None, None] for x in pair] for pair in found]
+    starts, stops = zip(*(torch.broadcast_tensors(*pair) for pair in lifted), strict=True)
+    return Ranges(*(_stack(x) for x in (starts, stops)))
+
+
+def _stack(pieces: Any) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*pieces)).to(torch.int32).contiguous()
 
 
 @functools.lru_cache(maxsize=64)
 def _relative_ranges(low: Any, high: Any, align: Any, query: int, source: int) -> Ranges:
     """Five operations on tensors would cost more than a small call."""
-    found = Relative("", (), low, high, align).intervals(query, source)
-    return _as_ranges(*found)
+    return _as_ranges([Relative("", (), low, high, align).intervals(query, source)])  # type: ignore[list-item]
 
 
 def four(x: Tensor) -> Tensor:
@@ -128,7 +183,11 @@ class Inputs:
     def write_out(self, mask: Any, part: range) -> Tensor:
         """The mask for some queries and all sources, a byte an edge."""
         if type(mask) is Dense:
-            tensor = mask.tensor if mask.own.query is None else mask.tensor[..., part.start : part.stop, :]
+            tensor = (
+                mask.tensor
+                if mask.own.query is None
+                else mask.tensor[..., part.start : part.stop, :]
+            )
             return tensor if tensor.ndim == 4 else tensor[None, None]
         rows = torch.arange(part.start, part.stop)
         edges = mask.tile(rows, torch.arange(self.key.shape[2]), self.problem.sizes)
@@ -285,9 +344,12 @@ ONCE = {readings.Mass, readings.BlockMap}
 
 
 def forward(
-    inputs: Inputs, read: tuple[Reading, ...] = (), graph: bool = False
+    inputs: Inputs, read: tuple[Reading, ...] = (), graph: bool = False, strict: bool = True
 ) -> tuple[Tensor, Results | None]:
-    """Run the kernel: the context, (batch, head, query, value_dim), and what else was asked for."""
+    """Run the kernel: the context, (batch, head, query, value_dim), and what else was asked for.
+
+    OutOfRange if `strict` and scores or sums are too large to be told apart in fp32, or not finite.
+    """
     q = inputs.query
     out = torch.empty(*q.shape[:3], inputs.value.shape[3], dtype=q.dtype)
     results = Results(inputs, read, graph) if read or graph else None
@@ -298,8 +360,17 @@ def forward(
         call = inputs.call(out, part if len(parts) > 1 else None)
         if results is not None:
             results.ask(call, part)
-        call.run(0)
+        if call.run(0) and strict:
+            raise OutOfRange
     return out, results
+
+
+def in_range(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return the context of a call that is out of range, and for which rows it can be relied on."""
+    out, results = forward(Inputs(problem), graph=True, strict=False)
+    small = results.lse.abs() <= LARGEST  # type: ignore[union-attr]
+    shape = (*problem.query.shape[:-1], -1)
+    return out.reshape(shape), (small & out.isfinite().all(-1)).reshape(*shape[:-1], 1)
 
 
 def context(problem: Problem) -> Tensor:
@@ -323,7 +394,8 @@ def context(problem: Problem) -> Tensor:
     )  # fmt: skip
     if ranges is not None:
         call.set_ranges(ranges.start.data_ptr(), ranges.stop.data_ptr(), *ranges.strides())
-    call.run(0)
+    if call.run(0):
+        raise OutOfRange
     return out
 
 

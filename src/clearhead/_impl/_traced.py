@@ -57,7 +57,7 @@ def _inputs(
 ) -> _kernel.Inputs:  # fmt: skip
     ranges = None
     if start is not None:
-        ranges = _kernel.Ranges(start.contiguous(), stop.contiguous())
+        ranges = _kernel.Ranges(*(x[None].contiguous() for x in (start, stop)))
     return _kernel.Inputs(Problem(q, k, v, None, scale, bias, softcap, sinks), ranges, edges)
 
 
@@ -68,7 +68,7 @@ def _attend(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
-    context, results = _kernel.forward(inputs, graph=True)
+    context, results = _kernel.forward(inputs, graph=True, strict=False)
     return context, results.lse, results.softmax  # type: ignore[union-attr]
 
 

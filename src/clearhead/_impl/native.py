@@ -66,13 +66,30 @@ def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[An
     """Return the context and the values of the readings."""
     if torch.compiler.is_compiling():
         return _traced.attend(problem, read, spec)
-    if not (torch.is_grad_enabled() and _requires_grad(problem)):
-        if not read and problem.query.ndim == 4:
-            return _kernel.context(problem), []
-        return _forward(problem, read)[:2]
-    specs: list[Any] = []
-    context, *flat = _Native.apply(problem, read, specs, *_inputs(problem))  # type: ignore[misc]
-    return context, pytree.tree_unflatten(flat, specs[0]) if read else []
+    try:
+        if not (torch.is_grad_enabled() and _requires_grad(problem)):
+            if not read and problem.query.ndim == 4:
+                return _kernel.context(problem), []
+            return _forward(problem, read)[:2]
+        specs: list[Any] = []
+        context, *flat = _Native.apply(problem, read, specs, *_inputs(problem))  # type: ignore[misc]
+        return context, pytree.tree_unflatten(flat, specs[0]) if read else []
+    except _kernel.OutOfRange:
+        # Whether it is raised hangs on the context alone: looking changes nothing.
+        return _out_of_range(problem, read)
+
+
+def _out_of_range(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
+    """The next implementation's answer; rows that are in range keep the kernel's bits.
+
+    So a NaN or a huge number changes no row that may not read it.
+    """
+    context, values = rest.attend(problem, read)
+    if context.requires_grad:
+        return context, values
+    with torch.no_grad():
+        ours, good = _kernel.in_range(problem)
+    return torch.where(good, ours, context), values
 
 
 def _requires_grad(problem: Problem) -> bool:
