@@ -544,6 +544,23 @@ def test_composition_with_other_things() -> None:
         masks.causal() & torch.ones(3, 3)
 
 
+def test_no_samples_and_no_positions() -> None:
+    assert masks.lengths([]).dense(3).shape == (0, 1, 3, 3)
+    assert masks.lengths([]).counts(3).shape == (0, 1, 3)
+    for real in (torch.zeros(0, 3), torch.zeros(2, 0), torch.zeros(0, 0)):
+        size = real.shape[1]
+        for mask in (
+            masks.keep(real > 0),
+            masks.document(real.long()),
+            masks.induction(real.long()),
+        ):
+            assert mask.dense(size).shape == (len(real), 1, size, size)
+            assert mask.count(size) == mask.dense(size).sum()
+            assert (mask & masks.causal()).block(range(size), range(size), size) in masks.Block
+            assert isinstance(mask.picture(size), str)
+    assert "no edges" in str(masks.document([]))
+
+
 # Words and pictures.
 
 

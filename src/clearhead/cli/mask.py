@@ -19,8 +19,6 @@ ASCII = str.maketrans("■·░▒▓", "#.-+*")
 # Runs of sources listed for a row.
 SHOWN = 20
 HELP = "who may attend to whom, drawn from an expression"
-# Without -q, a mask whose data fixes no size is drawn for this many positions.
-DEFAULT = 8
 # More positions than this are not drawn.
 LIMIT = 1 << 24
 EXAMPLES = """\
@@ -114,11 +112,12 @@ def describe(
 
 
 def _sizes(mask: Mask, query: int | None, source: int | None) -> tuple[int, int]:
-    own = mask.own
-    if query is None:
-        query = own.query or own.source or max(mask._least(), DEFAULT)
+    from clearhead.masks import default_sizes
+
+    own = default_sizes(mask)
     if source is None:
-        source = own.source or query
+        source = own[1] if query is None or mask.own.source is not None else query
+    query = own[0] if query is None else query
     for name, size in (("--query", query), ("--source", source)):
         if not 0 <= size <= LIMIT:
             raise value_error(name, f"is a number of positions up to {LIMIT:,}", got=f"{size:,}")

@@ -44,7 +44,7 @@ from clearhead.masks._relative import (
     prefix,
     window,
 )
-from clearhead.masks._words import Map, picture
+from clearhead.masks._words import Map, default_sizes, picture
 
 EMPTY, PARTIAL, FULL = Block
 
@@ -57,6 +57,7 @@ __all__ = [
     "Mask",
     "band",
     "causal",
+    "default_sizes",
     "dense",
     "diagonal",
     "document",

@@ -23,7 +23,7 @@ class Lengths(Mask):
     def __init__(self, source: Tensor, query: Tensor | None):
         self.source, self.query = source, query
         counts = [t.shape[0] for t in (source, query) if t is not None and t.dim()]
-        self.own = Own(batch=max(counts) if counts else None)
+        self.own = Own(batch=_many(counts))
         self._known: list[tuple[int, int | None]] | None = None
 
     def to(self, device: torch.device | str) -> Mask:
@@ -59,7 +59,7 @@ class Lengths(Mask):
 
     def _of(self, lengths: Tensor, b: Any, like: Any) -> Tensor:
         lengths = lengths.to(like.device)
-        return lengths[b] if lengths.dim() and lengths.shape[0] > 1 else lengths.reshape(())
+        return lengths[b] if lengths.dim() and lengths.shape[0] != 1 else lengths.reshape(())
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         edges = (i == i) & (j < self._of(self.source, b, j))
@@ -81,7 +81,7 @@ class Lengths(Mask):
         return Block.FULL if full else Block.PARTIAL
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
-        shape = (-1, 1, 1) if self.own.batch else ()
+        shape = () if self.own.batch is None else (-1, 1, 1)
         stop = self.source.to(i.device).reshape(shape) + torch.zeros_like(i)
         if self.query is not None:
             stop = torch.where(i < self.query.to(i.device).reshape(shape), stop, 0)
@@ -132,7 +132,7 @@ class Keep(Mask):
         found = runs(self.real.to(i.device))
         if found is None:
             return None
-        start, stop = (x.reshape(-1, 1, 1) if self.own.batch else x for x in found)
+        start, stop = (x if self.own.batch is None else x[:, None, None] for x in found)
         return start + torch.zeros_like(i), stop + torch.zeros_like(i)
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
@@ -147,7 +147,7 @@ class Same(Mask):
     def __init__(self, name: str, query_ids: Tensor | None, source_ids: Tensor):
         self.name, self.query_ids, self.source_ids = name, query_ids, source_ids
         given = [source_ids] if query_ids is None else [query_ids, source_ids]
-        batch = max(_samples(ids) or 0 for ids in given) or None
+        batch = _many([len(ids) for ids in given if ids.dim() == 2])
         query = None if query_ids is None else query_ids.shape[-1]
         self.own = Own(batch, None, query, source_ids.shape[-1])
         self._extents: dict[tuple[bool, int, int], tuple[list[int], list[int]]] = {}
@@ -207,7 +207,7 @@ class Same(Mask):
         if found is None:
             return None
         last = i + (sizes.source - sizes.query)
-        start, stop = (x[:, None, last] if self.own.batch else x[0, last] for x in found)
+        start, stop = (x[0, last] if self.own.batch is None else x[:, None, last] for x in found)
         return start, stop
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
@@ -328,7 +328,9 @@ def at(values: Tensor, b: Any, i: Any) -> Tensor:
     values = values.to(i.device)
     if values.dim() == 1:
         return values[i]
-    return values[b if values.shape[0] > 1 else b * 0, i]
+    if 0 in values.shape:  # torch refuses to index an empty axis, also by no index
+        return values.new_zeros(torch.broadcast_shapes(b.shape, i.shape))
+    return values[b if values.shape[0] != 1 else b * 0, i]
 
 
 def runs(real: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -376,10 +378,16 @@ def _samples(values: Tensor) -> int | None:
     return values.shape[0] if values.dim() == 2 else None
 
 
+def _many(counts: list[int]) -> int | None:
+    """The samples of several tensors; one sample stands for as many as the others have."""
+    return next((count for count in counts if count != 1), counts[0] if counts else None)
+
+
 def _extend(extent: tuple[list[int], list[int]], batch: int | None) -> tuple[list[int], list[int]]:
     """Ids that are the same for every sample, for each sample."""
     low, high = extent
-    return (low, high) if len(low) == (batch or 1) else (low * (batch or 1), high * (batch or 1))
+    many = 1 if batch is None else batch
+    return (low, high) if len(low) == many else (low * many, high * many)
 
 
 def _check_last(mask: Mask, sizes: Sizes) -> None:

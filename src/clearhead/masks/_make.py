@@ -34,7 +34,7 @@ def lengths(
     """
     sides = {"source": source, "query": query}
     found = {name: _lengths(name, side) for name, side in sides.items() if side is not None}
-    counts = {len(side) for side in found.values() if side.dim() and len(side) > 1}
+    counts = {len(side) for side in found.values() if side.dim() and len(side) != 1}
     if len(counts) > 1:
         raise value_error("query", "has one length a sample, as source does", shapes=found)
     return Lengths(found["source"], found.get("query"))
@@ -87,7 +87,7 @@ def same(query_ids: Numbers, source_ids: Numbers) -> Mask:
     Each (position,) for all samples, or (batch, position).
     """
     queries, sources = _ids("query_ids", query_ids), _ids("source_ids", source_ids)
-    counts = {len(ids) for ids in (queries, sources) if ids.dim() == 2 and len(ids) > 1}
+    counts = {len(ids) for ids in (queries, sources) if ids.dim() == 2 and len(ids) != 1}
     if len(counts) > 1:
         raise value_error(
             "query_ids",

@@ -110,8 +110,16 @@ def summary(mask: Mask) -> str:
     """The expression and a picture of it, for as many positions as its data has, or 8."""
     if mask._calls:
         return mask._short()  # a function may not be made for the sizes that would be drawn
-    size = mask.own.source or mask.own.query or max(mask._least(), DEFAULT)
-    return f"{mask._short()}\n{mask.picture(mask.own.query or size, size)}"
+    query, source = default_sizes(mask)
+    return f"{mask._short()}\n{mask.picture(query, source)}"
+
+
+def default_sizes(mask: Mask) -> tuple[int, int]:
+    """As many queries and sources as the mask's data has, or as it needs, or 8."""
+    query, source = mask.own.query, mask.own.source
+    if source is None:
+        source = max(mask._least(), DEFAULT) if query is None else query
+    return source if query is None else query, source
 
 
 def picture(maps: list[Map]) -> str:
