@@ -6,6 +6,7 @@ empty row; and it takes a mask as numbers to add.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,24 +15,50 @@ from torch import Tensor
 from clearhead._impl._strips import Piece, plan, take
 from clearhead._impl.problem import Problem
 
-__all__ = ["attend", "gradient", "knows", "serves"]
+__all__ = ["attend", "differentiates", "gradient", "serves"]
 
 INF = float("inf")
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Rows of a strip under a mask.
 ROWS = 256
+# Products and sums below this are far from overflow in float32.
+TAME = 1e30
 HALF = (torch.bfloat16, torch.float16)
-
-
-def knows(problem: Problem) -> bool:
-    """Say whether the kernel gives what the spec says, of calls that `_stream` knows."""
-    return problem.query.shape[-1] == problem.value.shape[-1]
 
 
 def serves(problem: Problem) -> bool:
     """Say whether the context comes from the kernel: only half precision is faster there."""
-    return problem.query.dtype in HALF and knows(problem)
+    return problem.query.dtype in HALF and _knows(problem)
+
+
+def differentiates(problem: Problem, lse: Tensor | None, gradients: Sequence[Any]) -> bool:
+    """Say whether the kernel gives the gradient: of the context alone, with a known log-sum-exp."""
+    context, *readings = gradients
+    alone = context is not None and all(x is None for x in readings)
+    return lse is not None and alone and _knows(problem) and _largest(context) < TAME
+
+
+def _knows(problem: Problem) -> bool:
+    """Say whether the kernel means what the spec says, of calls that `_stream` serves."""
+    query, key, value = (_largest(x) for x in (problem.query, problem.key, problem.value))
+    width, source = problem.query.shape[-1], problem.key.shape[-2]
+    # It masks before it scales, which turns -inf to inf. Comparisons with NaN are False.
+    return (
+        problem.scale > 0
+        and width == problem.value.shape[-1]
+        and query * key * width * max(problem.scale, 1) < TAME
+        and value * source < TAME
+    )
+
+
+def _largest(x: Tensor) -> float:
+    low, high = torch.aminmax(x.detach())
+    return max(high.item(), -low.item(), key=_nan_last)
+
+
+def _nan_last(x: float) -> float:
+    return x if x == x else INF
 
 
 def attend(problem: Problem) -> Tensor:

@@ -29,6 +29,7 @@ from clearhead.readings import (
 __all__ = ["View", "gatherers", "tiles_of"]
 
 LN2 = log(2)
+NAN_BITS = 0x7FC00000
 # How many sources one maximum stands for when the largest weights are sought.
 GROUP = 8
 
@@ -45,6 +46,17 @@ class View:
     total: Tensor  # (lead, rows); 1 for an empty row
     lse: Tensor  # (lead, rows)
     blocked: list[tuple[slice, Tensor]]  # columns of the piece, and where they are blocked
+
+    @cached_property
+    def poisoned(self) -> bool:
+        """Whether a NaN was read somewhere: it must not leave its own edges."""
+        return bool(self.total.isnan().any())
+
+    def normalize(self) -> None:
+        """Make the weights sum to one."""
+        self.weights.mul_(self.total.reciprocal().unsqueeze(-1))
+        if self.poisoned:
+            self.weights.masked_fill_(~self.allowed, 0)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -75,6 +87,9 @@ class View:
 
     def sums(self, cells: int) -> Tensor:
         """(lead, tiles down, columns): what the columns receive from the rows of each tile."""
+        if cells not in self._sums and self.poisoned:
+            sums = [self.weights[:, span].sum(-2) for span in self.tiles(cells)[1]]
+            self._sums[cells] = torch.stack(sums, -2)
         if cells not in self._sums:
             rows = self.piece.rows
             member = _member(rows.start, rows.stop, self.problem.query.shape[-2], cells)
@@ -277,6 +292,8 @@ class _TopK:
         weights, width = view.weights, view.weights.shape[-1]
         if width > self.k:
             bits, columns, sure = self._by_groups(weights)
+            if view.poisoned:
+                sure &= ~view.total.isnan()
             if not sure.all():
                 doubt = ~sure
                 kept = self._by_sorting(weights[doubt], view.allowed[doubt])
@@ -306,7 +323,9 @@ class _TopK:
         As integers they sort as the weights do, ties to the lower source. Blocked: 0 and -1.
         """
         last = weights.shape[-1] - 1
-        keys = weights.view(torch.int32).to(torch.int64) << 32
+        # NaN has many bits, some of them negative: here it is the largest of all.
+        keys = weights.view(torch.int32).masked_fill(weights.isnan(), NAN_BITS)
+        keys = keys.to(torch.int64) << 32
         keys = (keys | (last - torch.arange(last + 1))).masked_fill_(~allowed, -1)
         keys = keys.topk(min(self.k, last + 1), -1).values
         real = keys >= 0

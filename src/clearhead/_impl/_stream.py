@@ -1,8 +1,8 @@
 """Attention in one pass over strips that stay in the cache: context, log-sum-exp and readings.
 
-Scores come in base 2, so that exp2 in place makes weights of them. Where no score can be large,
-which the lengths of queries and keys tell, no row needs its maximum subtracted. The weights mix
-the values before a reading sees them, so that looking changes nothing.
+Scores are turned to base 2 in the pass that subtracts each row's largest, so that exp2, three times
+as fast as exp, makes weights of them. The weights mix the values before a reading sees them, so
+that looking changes nothing, and a row's bits depend on nothing but what the row may read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from clearhead._impl._strips import Piece, plan, take
 from clearhead._impl.problem import Problem
 from clearhead.readings import LogSumExp, PerQuery, Reading
 
-__all__ = ["attend", "reach"]
+__all__ = ["attend", "serves"]
 
 LOG2E, LN2 = 1 / log(2), log(2)
 INF = float("inf")
@@ -28,38 +28,24 @@ INF = float("inf")
 ROWS, ELEMENTS = 128, 1 << 19
 # Edges of masks that are kept for all strips at once.
 KEPT = 1 << 24
-# Scores below TAME are far from overflow; with scores up to SMALL in base 2 and values whose sum
-# is below LIGHT nothing overflows or vanishes even where no maximum is subtracted.
-TAME, SMALL, LIGHT = 1e30, 32.0, 1e18
+# Values below LIGHT do not overflow when they are summed up.
+LIGHT = 1e30
 
 
-def reach(problem: Problem) -> float | None:
-    """A bound on the scores in base 2; None where this module does not know the call."""
-    query, key, value = problem.query, problem.key, problem.value
-    if (
-        query.device.type != "cpu"
-        or problem.bias is not None
-        or problem.softcap is not None
-        or problem.sinks is not None
-        or problem.seed is not None
-        or min(query.numel(), key.numel(), value.numel()) == 0
-    ):
-        return None
-    # Comparisons with NaN are False.
-    bound = _longest(query) * _longest(key) * abs(problem.scale) * LOG2E
-    low, high = torch.aminmax(value.detach())
-    size = max(high.item(), -low.item())
-    return bound if bound < TAME and size * key.shape[-2] < LIGHT else None
-
-
-def _longest(x: Tensor) -> float:
-    x = x.detach()
-    wide = x if x.dtype == torch.float64 else x.float()
-    return torch.linalg.vector_norm(wide, dim=-1).max().item()
+def serves(problem: Problem) -> bool:
+    """Say whether this module knows the call."""
+    return (
+        problem.query.device.type == "cpu"
+        and problem.bias is None
+        and problem.softcap is None
+        and problem.sinks is None
+        and problem.seed is None
+        and min(problem.query.numel(), problem.key.numel(), problem.value.numel()) > 0
+    )
 
 
 def attend(
-    problem: Problem, wanted: tuple[Reading, ...], bound: float, mix: bool = True
+    problem: Problem, wanted: tuple[Reading, ...], mix: bool = True
 ) -> tuple[Tensor | None, Tensor, list[Any]]:
     """Context (unless not to `mix`), log-sum-exp, and parts: None for readings not known here."""
     query, dtype = problem.query, problem.dtype
@@ -71,14 +57,14 @@ def attend(
     height = _height(problem)
     found = gatherers(problem, wanted, height)
     busy = [each for each in found if each]
-    value = problem.value.flatten(0, -3).to(dtype)
-    for view in _views(problem, bound, height, any(each.needs_logs for each in busy)):
+    values = _Values(problem.value.flatten(0, -3).to(dtype))
+    for view in _views(problem, height, any(each.needs_logs for each in busy)):
         at = (view.leads, view.piece.rows)
         lse[at] = view.lse
         if mix:
-            _mix(view, value, context[at])
+            values.mix(view, context[at])
         if busy:
-            view.weights.mul_(view.total.reciprocal().unsqueeze(-1))
+            view.normalize()
         for each in busy:
             each.see(view)
     positions = torch.arange(rows)
@@ -90,20 +76,52 @@ def attend(
     return mixed, lse.view(*lead, rows), parts
 
 
-def _mix(view: View, value: Tensor, out: Tensor) -> None:
-    """The weights' mixture of the values, (lead, rows, value_dim)."""
-    leads, rows, width = view.weights.shape
-    group = view.problem.group
-    sources = slice(view.leads.start // group, view.leads.stop // group)
-    folded = view.weights.view(-1, group * rows, width)
-    mixed = torch.bmm(folded, take(value[sources], view.piece.columns))
-    torch.div(mixed.view(leads, rows, -1), view.total.unsqueeze(-1), out=out)
+class _Values:
+    """What the weights mix. Values that are huge, inf or NaN are kept apart.
+
+    In the one product they would reach rows that may not read them, as 0 * inf, or overflow.
+    """
+
+    def __init__(self, value: Tensor):
+        low, high = torch.aminmax(value)
+        self.value, self.odd = value, None
+        if not max(high.item(), -low.item(), key=_nan_last) < LIGHT:
+            odd = ~(value.abs() < LIGHT)
+            self.value, self.odd = value.masked_fill(odd, 0), value.masked_fill(~odd, 0)
+
+    def mix(self, view: View, out: Tensor) -> None:
+        """Write the weights' mixture of the values, (lead, rows, value_dim)."""
+        mixed = self._product(view, view.weights, self.value)
+        torch.div(mixed, view.total.unsqueeze(-1), out=out)
+        if self.odd is not None:
+            finite = self.odd.isfinite()
+            huge, odd = self.odd.masked_fill(~finite, 0), self.odd.masked_fill(finite, 0)
+            weights = view.weights / view.total.unsqueeze(-1)
+            weights.masked_fill_(~view.allowed, 0)
+            out += self._product(view, weights, huge)
+            edges = view.allowed.to(out.dtype)
+            for sign in (INF, -INF):
+                met = (odd.isnan() | (odd == sign)).to(out.dtype)
+                out += torch.where(self._product(view, edges, met) > 0, sign, 0.0)
+
+    @staticmethod
+    def _product(view: View, weights: Tensor, value: Tensor) -> Tensor:
+        leads, rows, width = weights.shape
+        group = view.problem.group
+        sources = slice(view.leads.start // group, view.leads.stop // group)
+        folded = weights.view(-1, group * rows, width)
+        mixed = torch.bmm(folded, take(value[sources], view.piece.columns))
+        return mixed.view(leads, rows, -1)
 
 
-def _views(problem: Problem, bound: float, height: int, logs_too: bool) -> Iterator[View]:
+def _nan_last(x: float) -> float:
+    return x if x == x else INF
+
+
+def _views(problem: Problem, height: int, logs_too: bool) -> Iterator[View]:
     """Compute strip after strip; a view is only good until the next one comes."""
     group, dtype = problem.group, problem.dtype
-    query, scale = problem.query.flatten(0, -3), problem.scale * LOG2E
+    query, scale = problem.query.flatten(0, -3), problem.scale
     key = problem.key.flatten(0, -3).to(dtype)
     room = [Buffer(dtype), Buffer(dtype)]
     for piece, shut, sources in _jobs(problem, height):
@@ -111,13 +129,15 @@ def _views(problem: Problem, bound: float, height: int, logs_too: bool) -> Itera
         leads = slice(sources.start * group, sources.stop * group)
         shape = (sources.stop - sources.start, group * rows, piece.width)
         logs = room[0].take(shape)
-        lines = (query[leads, piece.rows].to(dtype) * scale).reshape(*shape[:2], -1)
+        lines = query[leads, piece.rows].to(dtype).reshape(*shape[:2], -1)
         torch.bmm(lines, take(key[sources], piece.columns).mT, out=logs)
+        if scale <= 0:  # where -inf would not stay -inf
+            logs.mul_(scale)
         logs = logs.view(-1, rows, piece.width)
         blocked = [(side, tiles[which[leads]]) for side, tiles, which in shut]
         for side, closed in blocked:
             logs[..., side].masked_fill_(closed, -INF)
-        shift = _lower(logs) if bound > SMALL else 0.0
+        shift = _lower(logs, LOG2E * (scale if scale > 0 else 1))
         weights = room[1].take(logs.shape) if logs_too else logs
         torch.exp2(logs, out=weights)
         if logs_too:
@@ -140,11 +160,14 @@ def _threads() -> int:
     return min(torch.get_num_threads(), 4)
 
 
-def _lower(logs: Tensor) -> Tensor:
-    """Subtract each row's largest score in place, and return it; 0 for an empty row."""
-    top = logs.amax(-1)
+def _lower(logs: Tensor, factor: float) -> Tensor:
+    """Scale and subtract each row's largest score, in place; return what was subtracted.
+
+    One multiply-add: the large scores themselves are never rounded.
+    """
+    top = logs.amax(-1).mul_(factor)
     top.masked_fill_(top == -INF, 0)
-    logs.sub_(top.unsqueeze(-1))
+    torch.add(top.neg().unsqueeze(-1), logs, alpha=factor, out=logs)
     return top
 
 

@@ -57,7 +57,7 @@ def plan(problem: Problem, height: int) -> list[Piece]:
     """Cut the map into strips of `height` rows, each with no more sources than it needs."""
     query, source = problem.query.shape[-2], problem.key.shape[-2]
     strips = [slice(at, min(at + height, query)) for at in range(0, query, height)]
-    if problem.mask is None or not problem.query.numel():
+    if problem.mask is None or not prod(problem.query.shape[:-1]):
         return [Piece(rows, slice(0, source), slice(0, source)) for rows in strips]
     intervals = problem.mask.intervals(query, source, problem.query.device)
     if intervals is None:

@@ -70,12 +70,11 @@ def _forward(
     problem: Problem, read: tuple[Reading, ...], mix: bool = True
 ) -> tuple[Tensor, Tensor | None, list]:
     """Context, log-sum-exp where it is known, and the part of each reading."""
-    bound = _stream.reach(problem)
-    if bound is None:
+    if not _stream.serves(problem):
         return _by_strips(problem, read, mix)
     # What computes the context never depends on what is read.
     fused = mix and _fused.serves(problem)
-    context, lse, parts = _stream.attend(problem, read, bound, mix and not fused)
+    context, lse, parts = _stream.attend(problem, read, mix and not fused)
     if fused:
         context = _fused.attend(problem)
     rest = [i for i, part in enumerate(parts) if part is None]
@@ -166,7 +165,7 @@ class _Tiled(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
             found = _whole_gradient(problem, ctx.read, gradients, needs)
-        elif lse is not None and _fused.knows(problem) and all(x is None for x in flat):
+        elif _fused.differentiates(problem, lse, gradients):
             found = (*_fused.gradient(problem, context, lse, outer), None, None)
         else:
             given = pytree.tree_unflatten(flat, ctx.spec)
