@@ -17,10 +17,11 @@ from clearhead import masks, readings
 from clearhead.attention import attend
 
 if TYPE_CHECKING:
-    from clearhead import models
+    from clearhead import heads, models
     from clearhead.auditing import assert_causal, audit
     from clearhead.comparing import effects
     from clearhead.cutting import ablate, head_importance, knockout, zero_weights
+    from clearhead.influencing import influence
     from clearhead.multihead import MultiheadAttention, convert
     from clearhead.watching import estimate, watch
 
@@ -35,11 +36,13 @@ __all__ = [  # noqa: RUF022
     "convert",
     "watch",
     "estimate",
+    "heads",
     "knockout",
     "ablate",
     "zero_weights",
     "head_importance",
     "effects",
+    "influence",
     "audit",
     "assert_causal",
     "models",
@@ -50,11 +53,13 @@ _HOMES = {
     "convert": "multihead",
     "watch": "watching",
     "estimate": "watching",
+    "heads": "heads",
     "knockout": "cutting",
     "ablate": "cutting",
     "zero_weights": "cutting",
     "head_importance": "cutting",
     "effects": "comparing",
+    "influence": "influencing",
     "audit": "auditing",
     "assert_causal": "auditing",
     "models": "models",

@@ -160,7 +160,7 @@ def _things(edges: Any, sources: Any, where: Chosen, totals: dict[int, int]) -> 
     if sources is not None:
         listed = [_position("sources", source) for source in sources]
         return _some("sources", [_Thing(source, _column(source), where) for source in listed])
-    if isinstance(edges, (list, range)) or _is_pairs(edges):
+    if isinstance(edges, list) or (isinstance(edges, tuple) and not _is_pair(edges)):
         named = [(_name(edge), _cut_of(edge)) for edge in edges]
         return _some("edges", [_Thing(name, mask, where) for name, mask in named])
     mask = None if edges is None else _cut_of(edges)
@@ -179,8 +179,8 @@ def _some(argument: str, things: list[_Thing]) -> list[_Thing]:
     return things
 
 
-def _is_pairs(edges: Any) -> bool:
-    return isinstance(edges, tuple) and not all(isinstance(number, int) for number in edges)
+def _is_pair(edges: tuple[Any, ...]) -> bool:
+    return len(edges) == 2 and all(isinstance(number, int) for number in edges)
 
 
 def _name(edge: Any) -> Any:

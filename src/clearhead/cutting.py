@@ -45,7 +45,8 @@ def knockout(
     under `ablate(how="zero")`. Heads and rows that lose no edge keep the bits of the model's own
     kernel.
 
-    - `edges`: a `Mask` or a bool tensor, in positions of the whole sequence, also under a cache.
+    - `edges`: a `Mask` or a bool tensor, in positions of the whole sequence, also in the steps of
+      `generate()`. Where steps with a cache are made by hand, `masks.where` fits all of their sizes.
     - `layers`: numbers of the attention modules in order of first call, as `watch` counts them.
     - `heads`: head numbers, in all of `layers`, or (layer, head) pairs. All unless given.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import _impl, readings
+from clearhead._cut import joined
 from clearhead._watch import cost, hub, look, store
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler, Interceptor
@@ -239,6 +240,7 @@ class _Watcher(Handler):
         on_call: Callable[[Record], None] | None,
     ) -> None:
         self.model = model
+        self.inside = joined.running(model) is not None
         self.single = isinstance(read, Reading)
         self.read = (read,) if isinstance(read, Reading) else tuple(read)
         for reading in self.read:
@@ -263,7 +265,7 @@ class _Watcher(Handler):
         """Make the context in clearhead's own kernel, where that was asked for."""
         self._made = None
         late = self._run is not None or self.heads or self.queries or not self._wanted(call)
-        if not self.through or call.dropout or late:
+        if not self.through or call.dropout or late or joined.running(self.model):
             return None
         problem = call.problem
         context, self._made = _impl.choose(problem, self.read, None).attend(problem, self.read)
@@ -279,7 +281,8 @@ class _Watcher(Handler):
         if not self._wanted(call):
             return
         with torch.no_grad(), _full_precision(context):
-            check = look.difference(call, context, _sample(call.sizes[2]))
+            call, cut = self._left(call)
+            check = None if cut else look.difference(call, context, _sample(call.sizes[2]))
             if call.dropout:
                 self.note("dropout was on: readings are of the weights before it, without a check")
             elif check is not None and not check <= look.tolerance(context):
@@ -294,6 +297,16 @@ class _Watcher(Handler):
                 self._drop_held()
             else:
                 self._keep(call, check)
+
+    def _left(self, call: Call) -> tuple[Call, bool]:
+        """Take off the call what `knockout` cuts in it, and say whether anything is cut."""
+        cutter = joined.running(self.model)
+        if cutter is None:
+            return call, False
+        left, cut = cutter.left(call, over=self.inside)
+        if cut:
+            self.note("heads are cut: readings are without the edges cut before the softmax")
+        return left, cut
 
     def _times(self, call: Call) -> None:
         self.call_counts[call.layer] = max(self.call_counts.get(call.layer, 0), call.call + 1)

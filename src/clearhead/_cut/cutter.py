@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._cut import edits
+from clearhead._cut import edits, joined
 from clearhead._cut.choosing import Chosen
 from clearhead._impl.problem import Sizes
 from clearhead._watch import hub, look
@@ -23,7 +22,7 @@ from clearhead._watch.modules import Modules
 from clearhead.masks import Mask
 from clearhead.watching import _eager, _nothing, _watchable
 
-__all__ = ["Cut", "Cutter", "Edges", "OtherBatch", "Place", "Weights", "cutting", "running"]
+__all__ = ["Cut", "Cutter", "Edges", "OtherBatch", "Place", "Weights", "cutting"]
 
 # Rows of the first call of a layer that are made again, and how far they may be off.
 _SAMPLED = 4
@@ -79,6 +78,11 @@ class Cut:
         raise NotImplementedError
 
 
+def key(call: Call) -> tuple[str, str]:
+    """Say which attention a call belongs to."""
+    return call.module, call.kind
+
+
 class OtherBatch(Exception):
     """A call has not the batch that was given to the model, so that its samples are not known."""
 
@@ -99,11 +103,14 @@ class Cutter(Handler):
         self._checked: set[int] = set()
         self._generating = False
         self._covered: dict[tuple[str, str], int] = {}
+        self._places: dict[tuple[str, str], Place] = {}
 
     def after(self, call: Call, context: Tensor) -> Tensor | None:
         """Answer the context with what was cut, or None where nothing of this call is."""
         self.modules[call.layer], self.totals[call.layer] = call.module, call.sizes[1]
-        place = self._place(call)
+        place = self._places[key(call)] = self._place(call)
+        if self._generating:
+            self._covered[key(call)] = place.query + call.sizes[2]
         if self.batch is not None and call.sizes[0] != self.batch:
             raise OtherBatch
         with torch.autocast(context.device.type, enabled=False):
@@ -133,6 +140,27 @@ class Cutter(Handler):
         grouped = [(key, list(some)) for key, some in groupby(heads, key=which)]
         return [([cuts[n] for n in key], some) for key, some in grouped if key]
 
+    def left(self, call: Call, over: bool) -> tuple[Call, bool]:
+        """Give what a watch sees of a call, `over` or still to be made, and whether it is cut.
+
+        Edges that are cut are blocked. Weights that are zeroed after the softmax, and outputs that
+        are replaced, have the weights of the softmax.
+        """
+        groups = list(self._groups(call, slice(None)))
+        place = self._places[key(call)] if over else self._place(call)
+        taken = [(cuts, heads) for cuts, heads in groups if any(type(cut) is Edges for cut in cuts)]
+        if taken:
+            batch, total, query, source = call.sizes
+            blocked = torch.zeros(batch, total, query, source, dtype=torch.bool)
+            for cuts, heads in taken:
+                part = edits.narrow(call, slice(None), heads)
+                for cut in cuts:
+                    if type(cut) is Edges:
+                        there = place.edges(cut.edges(part, heads), part)
+                        blocked[:, heads] |= edits.dense(there, part).cpu()
+            call = edits.left(call, masks.dense(blocked.to(edits.device_of(call))))
+        return call, bool(groups)
+
     def _check(self, cuts: list[Cut], call: Call, own: Tensor) -> None:
         """Make sure, once for each layer, that the call is understood: only then it can be cut."""
         if call.layer in self._checked or not any(isinstance(cut, Edges) for cut in cuts):
@@ -153,10 +181,8 @@ class Cutter(Handler):
         if not self._generating:
             start = source - query if call.kind == "self" and source > query else 0
             return Place(start, 0, False)
-        key = (call.module, call.kind)
         whole = query == source and call.kind == "self"
-        start = 0 if whole else self._covered.get(key, 0)
-        self._covered[key] = start + query
+        start = 0 if whole else self._covered.get(key(call), 0)
         shift = 0 if call.kind == "cross" else max(start + query - source, 0)
         return Place(start, shift, True)
 
@@ -264,23 +290,11 @@ class Weights(Edges):
     """A cut of weights after the softmax."""
 
 
-# The context of the cuts in a running block, by thread: inner blocks on the same model join it.
-_running = threading.local()
-
-
-def running(model: Any) -> Cutter | None:
-    """Give what cuts this model now, in this thread."""
-    for cutter in getattr(_running, "cutters", ()):
-        if cutter.model is model:
-            return cutter
-    return None
-
-
 @contextlib.contextmanager
 def cutting(model: Any, cuts: list[Cut], slices: list[slice] | None = None) -> Iterator[Cutter]:
     """Cut inside the block; a block within a block adds its cuts to those of the outer one."""
     model = _watchable(model)
-    outer = running(model)
+    outer = joined.running(model)
     with contextlib.ExitStack() as stack:
         cutter = outer or stack.enter_context(_attached(model))
         before = cutter.cuts, cutter.slices, cutter.batch, cutter.on_call
@@ -303,8 +317,8 @@ def _attached(model: Any) -> Iterator[Cutter]:
         seer = Interceptor(cutter, modules)
         stack.enter_context(hub.interface(seer))
         stack.enter_context(seer)
-        _running.cutters = [*getattr(_running, "cutters", ()), cutter]
+        joined.join(cutter)
         try:
             yield cutter
         finally:
-            _running.cutters = [other for other in _running.cutters if other is not cutter]
+            joined.leave(cutter)

@@ -16,7 +16,7 @@ from clearhead.attention import attend
 from clearhead.masks import Mask
 from clearhead.readings import LogSumExp, Mass
 
-__all__ = ["context_of", "left", "narrow", "touched", "weight_on"]
+__all__ = ["context_of", "dense", "device_of", "left", "narrow", "touched", "weight_on"]
 
 
 def narrow(call: Call, samples: slice, heads: list[int]) -> Call:
@@ -35,20 +35,20 @@ def _at(x: Tensor | None, heads: list[int]) -> Tensor | None:
 
 def _samples(call: Call, samples: slice) -> Call:
     """Keep some samples of a call."""
-    batch, heads, query, source = call.sizes
+    batch = call.sizes[0]
 
     def part(x: Tensor | None) -> Tensor | None:
         return x if x is None or x.shape[0] == 1 != batch else x[samples]
 
     mask = call.mask
     if mask is not None and mask.own.batch not in (None, 1):
-        dense = mask.dense(query, source, batch=batch, head=heads, device=_device(call))
-        mask = masks.dense(dense[samples])
+        mask = masks.dense(dense(mask, call)[samples])
     names = ("query", "key", "value", "bias", "scores", "weights", "lse", "rest", "dropped")
     return call.but(mask=mask, **{name: part(getattr(call, name)) for name in names})
 
 
-def _device(call: Call) -> Any:
+def device_of(call: Call) -> Any:
+    """Give the device of a call."""
     return (call.scores if call.query is None else call.query).device  # pyright: ignore
 
 
@@ -62,7 +62,7 @@ def left(call: Call, edges: Mask) -> Call:
     if call.scores is None:
         return call.but(mask=~edges if call.mask is None else call.mask - edges)
     assert call.weights is not None
-    open_edges = look.allowed(call.scores) & ~_dense(edges, call)
+    open_edges = look.allowed(call.scores) & ~dense(edges, call)
     kind = torch.float64 if call.scores.dtype == torch.float64 else torch.float32
     scores = call.scores.to(kind).masked_fill(~open_edges, -math.inf)
     logits = scores if call.rest is None else torch.cat([scores, call.rest.to(kind)], -1)
@@ -85,7 +85,7 @@ def context_of(call: Call, zeroed: Mask | None = None) -> Tensor:
         assert call.value is not None
         weights = call.weights if call.dropped is None else call.dropped
         if zeroed is not None:
-            weights = weights.masked_fill(_dense(zeroed, call), 0.0)
+            weights = weights.masked_fill(dense(zeroed, call), 0.0)
         return weights.to(call.value.dtype) @ call.value
     if zeroed is None:
         return _attend(call)
@@ -106,21 +106,22 @@ def _attend(call: Call, read: Any = None) -> Any:
     )  # fmt: skip
 
 
-def _dense(edges: Mask, call: Call) -> Tensor:
+def dense(edges: Mask, call: Call) -> Tensor:
+    """Give the edges as a tensor, (batch or 1, head or 1, query, source)."""
     batch, heads, query, source = call.sizes
-    dense = edges.dense(query, source, batch=batch, head=heads, device=_device(call))
-    return dense.reshape((1,) * (4 - dense.ndim) + tuple(dense.shape))
+    found = edges.dense(query, source, batch=batch, head=heads, device=device_of(call))
+    return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape))
 
 
 def touched(call: Call, edges: Mask) -> Tensor:
     """Tell which rows have such an edge: bool (batch or 1, head or 1, query, 1)."""
     if call.scores is not None:
-        rows = (_dense(edges, call) & look.allowed(call.scores)).any(-1)
+        rows = (dense(edges, call) & look.allowed(call.scores)).any(-1)
     else:
         there = edges if call.mask is None else call.mask & edges
         batch, heads, query, source = call.sizes
         rows = there.counts(query, source, batch=batch, head=heads) > 0
-    rows = rows.to(_device(call))
+    rows = rows.to(device_of(call))
     return rows.reshape((1,) * (3 - rows.ndim) + tuple(rows.shape)).unsqueeze(-1)
 
 
