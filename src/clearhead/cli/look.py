@@ -97,6 +97,7 @@ def look(
         logits = reader.predict(ids)
     layers = [_layer(record, at, len(ids)) for record in records]
     layers = [found for found in layers if found is not None]
+    chosen = (layer, head)
     layer = _index("--layer", layer, len(layers), default=len(layers) - 1)
     rows = layers[layer]["rows"]
     if head is not None:
@@ -114,11 +115,40 @@ def look(
         "layer": layer,
         "head": head,
         "sources": _sources(row, names, top),
+        "difference": None
+        if logits is None
+        else _difference(reader, ids, at, layers, layer, chosen, names, top),
         "heads": _heads(layers, names),
         "map": _map(layers[layer], head) if whole else None,
         "notes": [str(note) for note in records.notes],
     }
     return shown
+
+
+def _difference(
+    reader: Reader,
+    ids: list[int],
+    at: int,
+    layers: list[dict[str, Any]],
+    layer: int,
+    chosen: tuple[int | None, int | None],
+    names: list[str],
+    top: int,
+) -> dict[str, Any]:
+    """Cut in all layers and heads at once, or in the layer and head that were asked for."""
+    import torch
+
+    from clearhead.cli._difference import difference
+
+    where, pairs = "all layers and heads at once", None
+    shown = layers
+    if chosen != (None, None):
+        heads = range(len(layers[layer]["rows"])) if chosen[1] is None else [chosen[1]]
+        pairs = [(layers[layer]["layer"], head % len(layers[layer]["rows"])) for head in heads]
+        shown = [{"rows": layers[layer]["rows"][[head for _, head in pairs]]}]
+        where = f"layer {layer}, " + ("all heads" if chosen[1] is None else f"head {pairs[0][1]}")
+    weights = torch.cat([one["rows"] for one in shown]).mean(0)
+    return {"where": where, **difference(reader, ids, at, weights, names, pairs, top)}
 
 
 def _position(reader: Reader, ids: list[int], at: int | None) -> int:
@@ -247,6 +277,10 @@ def render(seen: dict[str, Any]) -> None:
     which = f"mean over {heads} heads" if seen["head"] is None else f"head {seen['head']}"
     console.print(Text.assemble("\nWhere ", asker, f" looks (layer {seen['layer']}, {which})"))
     console.print(_bars(seen["sources"], "weight", console.width))
+    if seen["difference"]:
+        from clearhead.cli import _difference
+
+        _difference.render(seen, console)
     if seen["map"]:
         console.print(
             f"\nWho attends to whom (layer {seen['layer']}, {which}; rows look at columns, in %)"
