@@ -224,6 +224,8 @@ CASES = [
     Case("no batch entries", batch=(0,)),
     Case("no heads", head=2, source_head=2, batch=(0,), query=3),
     Case("no features", head_dim=0, value_dim=3),
+    Case("no features, causal", head_dim=0, value_dim=3, mask=masks.causal,
+         formula=lambda i, j: j <= i),
     Case("no value features", value_dim=0),
     Case("one of each", batch=(1,), head=1, query=1, source=1, head_dim=1),
     Case("large numbers", size=40.0, query=11, source=13),

@@ -182,6 +182,37 @@ class TestTheLesson:
         assert (weights[:, 3] > 0).sum(-1).tolist() == [4, 4]
 
 
+class TestLargeScores:
+    """Scores that leave no room for their differences still have weights and an entropy."""
+
+    @pytest.mark.parametrize("size", [3e38, -3e38, -torch.finfo(torch.float32).max])
+    def test_equal_scores_have_the_entropy_of_their_number(
+        self, implementation: Any, size: float
+    ) -> None:
+        x = torch.randn(1, 2, 5, 4)
+        read = (readings.Entropy(), readings.Entropy(normalized=True), readings.Weights())
+        bias = torch.full((5, 5), size)
+        context, (entropy, share, weights) = implementation(x, x, x, bias=bias, read=read)
+        torch.testing.assert_close(entropy, torch.full((1, 2, 5), 5.0).log())
+        torch.testing.assert_close(share, torch.ones(1, 2, 5))
+        torch.testing.assert_close(weights, torch.full((1, 2, 5, 5), 0.2))
+        torch.testing.assert_close(context, x.mean(-2, keepdim=True).expand_as(x))
+
+    @pytest.mark.parametrize("scale", [1e12, 1e30, -1e30])
+    def test_a_huge_scale_picks_the_largest(self, implementation: Any, scale: float) -> None:
+        leaves = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3)]
+        query, key, value = leaves
+        context, lse = implementation(*leaves, scale=scale, read=readings.LogSumExp())
+        scores = query.double() @ key.double().mT * scale
+        best = scores.argmax(-1)
+        assert torch.equal(context, value.gather(2, best[..., None].expand(-1, -1, -1, 4)))
+        torch.testing.assert_close(lse.double(), scores.amax(-1), rtol=1e-5, atol=0)
+        context.sum().backward()
+        counts = torch.zeros(1, 2, 9).scatter_add_(-1, best, torch.ones(1, 2, 9))
+        assert not query.grad.any()
+        assert torch.equal(value.grad, counts[..., None].expand_as(value))
+
+
 class TestEmptyRows:
     """A query that may attend to nothing is 0 everywhere, and never NaN."""
 

@@ -67,7 +67,9 @@ class TestEveryCase:
         f32 = torch.float32
         # Without a fused multiply-add every product is rounded once more.
         slack = 1.5 if isa == "baseline" else 1
-        assert oracle.error(context, right.context) <= slack * oracle.budget(plain, right.context, f32)
+        assert oracle.error(context, right.context) <= slack * oracle.budget(
+            plain, right.context, f32
+        )
         assert oracle.error(lse, right.lse) <= oracle.budget(plain_lse, right.lse, f32)
 
     @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
@@ -260,13 +262,72 @@ class TestBits:
         assert not wrong
 
 
+class TestOutOfRange:
+    """Numbers that fp32 cannot tell apart, or not finite, go on to the next implementation."""
+
+    QUERIES = (2, 70)
+
+    @pytest.mark.parametrize("query", QUERIES)
+    @pytest.mark.parametrize("scale", [1e10, 1e30, -1e30])
+    def test_a_huge_scale_picks_the_largest_score(self, isa: str, query: int, scale: float) -> None:
+        q, k, v = (x[:, :, -query:] if i == 0 else x for i, x in enumerate(tensors(1, 2, 200, 8)))
+        context, top = attend(q, k, v, scale=scale, read=readings.TopK(1))
+        best = (q.double() @ k.double().mT * scale).argmax(-1)
+        assert torch.equal(context, v.gather(2, best[..., None].expand(-1, -1, -1, 8)))
+        assert torch.equal(top.sources[..., 0], best)
+        assert torch.equal(context, attend(q, k, v, scale=scale))
+
+    @pytest.mark.parametrize("query", QUERIES)
+    def test_huge_values_do_not_overflow(self, isa: str, query: int) -> None:
+        q, k, _ = tensors(1, 2, 200, 8)
+        context = attend(q[:, :, :query], k, torch.full_like(k, 3e38), masks.causal())
+        torch.testing.assert_close(context, torch.full_like(context, 3e38))
+
+    @pytest.mark.parametrize("query", QUERIES)
+    @pytest.mark.parametrize("logit", [torch.nan, torch.inf])
+    def test_a_sink_that_is_no_number_shows(self, isa: str, query: int, logit: float) -> None:
+        q, k, v = tensors(1, 2, 200, 8)
+        sinks = torch.tensor([logit, 0.5])
+        context, lse = attend(q[:, :, :query], k, v, sinks=sinks, read=readings.LogSumExp())
+        assert not lse[:, 0].isfinite().any()
+        assert context[:, 1].isfinite().all()
+        assert context[:, 0].isnan().all()
+
+    @pytest.mark.parametrize("query", QUERIES)
+    @pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30, -1e30])
+    def test_other_rows_keep_their_bits(self, isa: str, query: int, number: float) -> None:
+        q, k, v = tensors(1, 2, 200, 8)
+        q, mask = q[:, :, -query:], masks.causal()
+        clean = attend(q, k, v, mask)
+        for at in (1, 2):
+            given = [q, k.clone(), v.clone()]
+            given[at][:, :, -2] = number
+            context, values = attend(*given, mask, read=READ)
+            assert torch.equal(context[:, :, :-2], clean[:, :, :-2])
+            again, right = ch.attend(*given, mask, read=READ, impl="reference")
+            torch.testing.assert_close(context, again, equal_nan=True)
+            torch.testing.assert_close(values[0], right[0], equal_nan=True)
+            assert torch.equal(context.nan_to_num(5), attend(*given, mask).nan_to_num(5))
+
+    def test_gradients(self, isa: str) -> None:
+        leaves = [x.requires_grad_() for x in tensors(1, 2, 70, 8)]
+        attend(*leaves, scale=1e12).sum().backward()
+        # Each query has the one source of its largest score: no score matters, all values count.
+        assert not leaves[0].grad.any()
+        picks = (leaves[0].double() @ leaves[1].double().mT).argmax(-1)
+        counts = torch.zeros(1, 2, 70).scatter_add_(-1, picks, torch.ones(1, 2, 70))
+        assert torch.equal(leaves[2].grad, counts[..., None].expand(-1, -1, -1, 8))
+
+
 class TestChoice:
     @pytest.mark.parametrize("name", ISAS)
     def test_the_variable_takes_effect(self, name: str) -> None:
         assert _run(name, "print(_native.isa())").stdout.strip() == name
 
     def test_what_the_machine_lacks_is_an_error_that_lists_what_is_there(self) -> None:
-        done = _run("sve9", "import torch, clearhead; x = torch.ones(2, 3); clearhead.attend(x, x, x)")
+        done = _run(
+            "sve9", "import torch, clearhead; x = torch.ones(2, 3); clearhead.attend(x, x, x)"
+        )
         assert done.returncode != 0
         assert "CLEARHEAD_ISA" in done.stderr
         assert all(name in done.stderr for name in ISAS)

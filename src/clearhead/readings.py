@@ -419,9 +419,11 @@ class Entropy(_PerQueryReading):
         self._empty = (0.0, 0) if self.normalized else (0.0,)
 
     def part(self, strip: Strip) -> PerQuery:
-        # -ln w is lse - score: it stays finite where w underflows, so that w ln w and its
-        # gradient are right there.
-        surprise = torch.where(strip.allowed, strip.lse.unsqueeze(-1) - strip.scores, 0)
+        # -ln w is lse - score too: that stays finite where w underflows, so that w ln w and its
+        # gradient are right there, but is a difference of large numbers where the scores are.
+        large = strip.weights > 1e-30
+        far = torch.where(strip.allowed & ~large, strip.lse.unsqueeze(-1) - strip.scores, 0)
+        surprise = far - torch.where(large, strip.weights, 1).log()
         entropy = (strip.weights * surprise).sum(-1)
         counts = (strip.allowed.sum(-1),) if self.normalized else ()
         return PerQuery(strip.queries, (entropy, *counts))

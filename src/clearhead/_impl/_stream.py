@@ -30,6 +30,8 @@ ROWS, ELEMENTS = 128, 1 << 19
 KEPT = 1 << 24
 # Values below LIGHT do not overflow when they are summed up.
 LIGHT = 1e30
+# Scores above this are rounded by more than 2**-8.
+LARGE = float(1 << 16)
 
 
 def serves(problem: Problem) -> bool:
@@ -144,7 +146,7 @@ def _views(problem: Problem, height: int, logs_too: bool) -> Iterator[View]:
             for side, closed in blocked:
                 logs[..., side].masked_fill_(closed, 0)
         total = weights.sum(-1)
-        lse = (total.log2() + shift) * LN2
+        lse = torch.where(shift == INF, INF, (total.log2() + shift) * LN2)
         total.masked_fill_(total == 0, 1)
         yield View(problem, piece, leads, weights, logs, total, lse, blocked)
 
@@ -168,6 +170,12 @@ def _lower(logs: Tensor, factor: float) -> Tensor:
     top = logs.amax(-1).mul_(factor)
     top.masked_fill_(top == -INF, 0)
     torch.add(top.neg().unsqueeze(-1), logs, alpha=factor, out=logs)
+    large = top.abs() > LARGE
+    if large.any():
+        # Here what rounded the largest score is itself large: its own place is where 0 is.
+        rest = torch.where(large & top.isfinite(), logs.amax(-1), 0)
+        logs.sub_(rest.unsqueeze(-1))
+        top += rest
     return top
 
 
