@@ -16,7 +16,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 # Heads that are their masks: rows have one source, so that weights are known. The last is even.
-TOKENS = torch.tensor([4, 5, 6, 7]).repeat(6)[:23]
+TOKENS = torch.tensor([9, *[4, 5, 6, 7] * 6])
 PATTERNS = (
     masks.diagonal(1), masks.induction(TOKENS) & masks.window(4), masks.first(1),
     masks.diagonal(0), masks.first(1), masks.causal(),
@@ -61,11 +61,11 @@ def test_text(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) 
     text = printed(capsys, file)
     lines = text.splitlines()
     # Markup in a name is no markup.
-    assert lines[0].startswith("a model [of/tests]: 1 layers, 6 heads, over 23 tokens")
-    assert lines[1].split() == ["layer", "0", "1", "2", "3", "4", "5"]
-    assert lines[2].split() == ["0", "P", "I", "S", "=", "S", "~"]
+    assert lines[0].startswith("a model [of/tests]: 1 layers, 6 heads, over 25 tokens")
+    assert lines[1].split() == ["layer", *"012345", "redundant"]
+    assert lines[2].split() == ["0", *"PIS=S~", "2", "=", "4"]
     assert "sink [sink] 0.2 (1.00), 0.4 (1.00)" in lines
-    assert "redundant [cosine ≥ 0.9] 0.2 = 0.4" in lines
+    assert "redundant [cosine ≥ 0.9] 2 heads in 1 groups" in lines
     assert max(map(len, lines)) <= 80
     assert "0.2 (1.00) and 1 more" in printed(capsys, file, "--top", 1)
 

@@ -21,7 +21,7 @@ from clearhead.models.text import Characters, shipped_text
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-LINES = [line for line in shipped_text().splitlines() if line][:12]
+LINES = [line for line in shipped_text().splitlines() if line][:8]
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def started(corpus: Path, out: Path, *more: object) -> subprocess.Popen[str]:
 def test_a_scan_goes_on_after_a_stop(
     corpus: Path, tmp_path: Path, how: int, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    corpus.write_text("\n".join(LINES * 3), encoding="utf-8")
+    corpus.write_text("\n".join(LINES[:5] * 3), encoding="utf-8")
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert scan(corpus, "--out", whole, "--length", 40, *more) == 0
     process = started(corpus, out, "--length", 40, *more)

@@ -94,5 +94,5 @@ def test_smollm2_has_the_heads_that_language_models_have(corpus: Path, tmp_path:
              pooled(pq.read_table(out).to_pylist()).items()}  # fmt: skip
     assert len(means) == 270
     # Of a trained language model: some head looks back one position, and sinks are common.
-    assert max(head["previous"] for head in means.values()) > 0.8
+    assert max(head["previous"] for head in means.values()) > 0.6
     assert sum(head["sink_rate"] > 0.5 for head in means.values()) > 100

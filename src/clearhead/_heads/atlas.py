@@ -27,6 +27,8 @@ ROLES = {
 }
 # Much of a short text is local. A first row, which has one source, is never even.
 _OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.95}
+# In running text most repeats are chance, and there such a head rests on its sink.
+_HALF = ("induction", "duplicate", "precursor")
 
 
 def pooled(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
@@ -62,8 +64,8 @@ def atlas(
 ) -> dict[str, Any]:
     """Say for every head what it does, and which heads of a layer look alike.
 
-    `threshold` is the mean weight from which a head has a role, `alike` the mean cosine from which
-    two heads are redundant.
+    `threshold` is the mean weight from which a head has a role; half of it does for those that ask
+    for repeated tokens. `alike` is the mean cosine from which two heads are redundant.
     """
     heads = [_head(*place, found, threshold) for place, found in pooled(rows).items()]
     return {
@@ -77,9 +79,13 @@ def atlas(
 
 def _head(layer: int, head: int, found: dict[str, Any], threshold: float) -> dict[str, Any]:
     means = {name: row["mean"] for name, row in found.items()}
-    roles = [role for role in ROLES if means.get(role, 0.0) >= _OWN_THRESHOLD.get(role, threshold)]
+    roles = [role for role in ROLES if means.get(role, 0.0) >= _least(role, threshold)]
     module = next(iter(found.values()))["module"]
     return {"layer": layer, "head": head, "module": module, "roles": roles, "means": means}
+
+
+def _least(role: str, threshold: float) -> float:
+    return _OWN_THRESHOLD.get(role, threshold / 2 if role in _HALF else threshold)
 
 
 def _ranked(heads: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:

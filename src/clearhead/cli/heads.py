@@ -76,7 +76,7 @@ def render(found: dict[str, Any], top: int) -> None:
             f"{about['corpus']}",
         )
     )
-    console.print(_picture(heads))
+    console.print(_picture(heads, found["redundant"]))
     used = {role for head in heads for role in head["roles"][:1]}
     legend = [f"{mark} {name}" for role, (mark, name) in ROLES.items() if role in used]
     console.print(Text(", ".join([*legend, "· none of these"]), style="dim"))
@@ -85,13 +85,13 @@ def render(found: dict[str, Any], top: int) -> None:
             console.print(_line(name, role, having, top))
     console.print(_redundant(found))
     console.print(
-        f"A head has a role from a mean weight of {found['threshold']:g} on. Weights say where "
-        "heads look, not what they do with it.",
+        f"A head has a role from a mean weight of {found['threshold']:g} on, half of it where "
+        "tokens must repeat. Weights say where heads look, not what they do with it.",
         style="dim",
     )
 
 
-def _picture(heads: list[dict[str, Any]]) -> Any:
+def _picture(heads: list[dict[str, Any]], redundant: list[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
@@ -103,13 +103,15 @@ def _picture(heads: list[dict[str, Any]]) -> Any:
     table.add_column("layer", justify="right", style="dim")
     for number in range(width):
         table.add_column(str(number), justify="right", no_wrap=True)
+    table.add_column("redundant" if redundant else "", style="dim")
     for layer in sorted({layer for layer, _ in cells}):
         marks = []
         for number in range(width):
             roles = cells.get((layer, number))
             mark = " " if roles is None else ROLES[roles[0]][0] if roles else "·"
             marks.append(Text(mark, style="bold cyan" if roles else "dim"))
-        table.add_row(str(layer), *marks)
+        alike = [" = ".join(map(str, g["heads"])) for g in redundant if g["layer"] == layer]
+        table.add_row(str(layer), *marks, ", ".join(alike))
     return table
 
 
@@ -128,6 +130,5 @@ def _redundant(found: dict[str, Any]) -> Any:
         text = "not in a table per document"
     else:
         groups = found["redundant"]
-        named = [" = ".join(f"{g['layer']}.{head}" for head in g["heads"]) for g in groups]
-        text = ", ".join(named) or "none"
+        text = f"{sum(len(g['heads']) for g in groups)} heads in {len(groups)} groups"
     return Text.assemble(("redundant ", "bold"), (f"[cosine ≥ {found['alike']:g}] ", "dim"), text)
