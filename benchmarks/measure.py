@@ -1,4 +1,4 @@
-"""How a benchmark measures: ways interleaved in one process, medians with spread, error beside speed."""
+"""How a benchmark measures: ways interleaved in one process, medians with spread, the error."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """How fast, how exact and how large: clearhead beside torch, wins and losses in one table.
 
     python benchmarks/run.py [--quick] [--only PART ...] [--threads N] [--cpu-time]
-    python benchmarks/run.py --shape 1,12,4096,64 --dtype bf16 --mask "causal & window(256)" --read five
+    python benchmarks/run.py --shape 1,12,4096,64 --dtype bf16 --mask "causal & window(256)"
 
 All ways of a row run interleaved in this process; a ratio is the median time over that of
 `F.scaled_dot_product_attention` in the same row (below 1: clearhead is faster). Errors are against
-the equation in float64. `--cpu-time` counts the CPU time of all threads, for a machine that is not idle.
+the equation in float64. `--cpu-time` counts the CPU time of all threads: for a machine that is not
+idle.
 """
 
 from __future__ import annotations
@@ -301,7 +302,8 @@ def part_memory(bench: Bench) -> None:
         sizes = (2048, 4096) if name.startswith("eager") else (2048, 4096, 8192)
         found = [_child_memory(name, length) for length in sizes]
         shown = ", ".join(f"{length}: {mb:.1f} MB" for length, mb in zip(sizes, found, strict=True))
-        row = {"work": "memory, fp32 1x12xTx64 causal", "way": name, "MB": dict(zip(sizes, found))}
+        taken = dict(zip(sizes, found, strict=True))
+        row = {"work": "memory, fp32 1x12xTx64 causal", "way": name, "MB": taken}
         bench.rows.append(row)
         print(f"{row['work']:<34} {name:<24} {shown}", flush=True)
 
