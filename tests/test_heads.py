@@ -307,6 +307,20 @@ def test_bad_input_is_refused() -> None:
         heads.measure(nn.Embedding(5, 3), torch.tensor([1, 2, 3]))
 
 
+def test_padding_alone_counts_nothing_and_nan_shows() -> None:
+    model, tokens = models.load(), torch.tensor([[5, 6, 7], [0, 0, 0]])
+    survey = heads.measure(model, tokens, real=torch.tensor([[1, 1, 1], [0, 0, 0]]))
+    assert (survey.sequences, survey.tokens) == (1, 3)
+    nothing = heads.measure(model, tokens, real=torch.zeros(2, 3, dtype=torch.bool))
+    assert (nothing.sequences, list(nothing.rows())) == (0, [])
+    with pytest.raises(ValueError, match="held no real token"):
+        nothing.mean("entropy")
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    poisoned = heads.measure(model, tokens[:1])
+    for name in ("entropy", "sink_rate", "received", "coverage"):
+        assert poisoned.mean(name).isnan().all(), name
+
+
 def test_cross_attention_is_left_out_and_said() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -179,6 +179,8 @@ class Survey:
             raise value_error(
                 "statistic", "is not known", got=repr(statistic), hint=", ".join(STATISTICS)
             )
+        if not self.layers:
+            raise value_error("tokens", "held no real token so far: there is nothing to average")
         at = list(STATISTICS).index(statistic)
         rows = [of(layer.statistics[at]) for layer in self.layers]
         most = max((len(row) for row in rows), default=0)

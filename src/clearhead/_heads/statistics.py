@@ -229,7 +229,9 @@ class SinkRate(Statistic):
     name = "sink_rate"
 
     def of(self, values: Values) -> Moments:
-        return values.once(Moments.of(values["sink"], values.rows).mean > SINK_THRESHOLD)
+        mean = Moments.of(values["sink"], values.rows).mean
+        # NaN is no "no sink": it must show.
+        return values.once(torch.where(mean.isnan(), mean, (mean > SINK_THRESHOLD).double()))
 
 
 class Local(Statistic):

@@ -105,6 +105,8 @@ def _check(arguments: argparse.Namespace, target: Path) -> None:
         given = getattr(arguments, name)
         if given is not None and given < 1:
             raise value_error(f"--{name}", "must be at least 1", got=given)
+    if not arguments.every >= 0:
+        raise value_error("--every", "must be a number of seconds", got=arguments.every)
     if target.is_dir():
         raise value_error("--out", "needs to be a file", got=f"the directory {target}")
     if not target.parent.is_dir():
