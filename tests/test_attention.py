@@ -212,6 +212,28 @@ class TestLargeScores:
         assert not query.grad.any()
         assert torch.equal(value.grad, counts[..., None].expand_as(value))
 
+    @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 1e38, 3e38, 1e300])
+    def test_a_scale_beyond_all_scores_never_passes_for_a_small_one(
+        self, implementation: Any, scale: float
+    ) -> None:
+        x = torch.full((1, 1, 2, 4), 2.0)
+        context, lse = implementation(x, x, x, scale=scale, read=readings.LogSumExp())
+        assert context.isnan().all()
+        assert not lse.isfinite().any()
+
+    def test_a_score_of_minus_infinity_weighs_nothing(self, implementation: Any) -> None:
+        x = torch.eye(4).expand(1, 1, 4, 4).clone()
+        key = x.clone()
+        key[..., 1, 0] = -torch.inf
+        query = torch.ones(1, 1, 4, 4)
+        read = (readings.Entropy(), readings.Entropy(normalized=True), readings.Weights())
+        context, (entropy, share, weights) = implementation(query, key, x, read=read)
+        third = torch.tensor([1.0, 0.0, 1.0, 1.0]) / 3
+        torch.testing.assert_close(weights, third.expand_as(weights))
+        torch.testing.assert_close(context, third.expand_as(context))
+        torch.testing.assert_close(entropy, torch.full((1, 1, 4), 3.0).log())
+        assert share.isfinite().all()
+
 
 class TestEmptyRows:
     """A query that may attend to nothing is 0 everywhere, and never NaN."""

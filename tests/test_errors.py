@@ -67,6 +67,7 @@ BREACHES: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("bias device", {"bias": torch.zeros(5, 7, device="meta")}, ValueError, ("bias on meta",)),
     ("tensor as scale", {"scale": torch.ones(())}, TypeError, ("scale", "number", "query")),
     ("softcap 0", {"softcap": 0.0}, ValueError, ("softcap", "positive", "None means no cap")),
+    ("scale beyond floats", {"scale": 10**400}, ValueError, ("scale", "float can hold")),
     ("softcap", {"softcap": float("inf")}, ValueError, ("softcap", "finite")),
     ("softcap", {"softcap": float("nan")}, ValueError, ("softcap", "finite")),
     ("sink numbers", {"sinks": torch.zeros(3)}, ValueError, ("sinks", "(head,)", "(6,)", "(3,)")),

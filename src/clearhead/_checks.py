@@ -6,6 +6,7 @@ The checks of a right call are few comparisons; a message is only built for a wr
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -283,6 +284,8 @@ def number(name: str, given: Any, hint: str) -> None:
     """Check that the argument is a plain number."""
     if not isinstance(given, (int, float, torch.SymInt, torch.SymFloat)):
         raise type_error(name, "is a number", got=type(given).__name__, hint=hint)
+    if isinstance(given, int) and abs(given) > sys.float_info.max:
+        raise value_error(name, "is a number that a float can hold", hint=hint)
 
 
 def softcap(given: Any) -> float:

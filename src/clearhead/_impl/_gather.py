@@ -62,6 +62,8 @@ class View:
     def entropy(self) -> Tensor:
         """(lead, rows). This uses up `logs`."""
         mean = torch.mul(self.weights, self.logs, out=self.logs).sum(-1)
+        if mean.isnan().any():  # 0 * -inf: an allowed score was -inf
+            mean = self.logs.masked_fill_(self.weights == 0, 0).sum(-1)
         return (self.total.log() - LN2 * mean).clamp_(min=0)
 
     @property

@@ -42,6 +42,8 @@ def serves(problem: Problem) -> bool:
         and problem.softcap is None
         and problem.sinks is None
         and problem.seed is None
+        # Not so where it is NaN.
+        and abs(problem.scale) < LIGHT
         and min(problem.query.numel(), problem.key.numel(), problem.value.numel()) > 0
     )
 
