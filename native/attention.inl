@@ -96,8 +96,7 @@ inline void mix_rows(const typename E::scalar* values, int64_t stride, int64_t c
                      const typename E::packed* weights, const float* rescale, float* out) {
   f sum[R][W];
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j)
-      sum[r][j] = Vec::mul(Vec::load(out + (r * W + j) * N), Vec::load(rescale + j * N));
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = Vec::zero();
   for (int64_t s = 0; s < count; ++s) {
     typename E::vec weight[W];
     CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) weight[j] = E::load(weights + (s * W + j) * N);
@@ -106,8 +105,12 @@ inline void mix_rows(const typename E::scalar* values, int64_t stride, int64_t c
       CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
     }
   }
+  // a tile's sum on its own first: few roundings at the size of the whole
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) Vec::store(out + (r * W + j) * N, sum[r][j]);
+    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) {
+      float* place = out + (r * W + j) * N;
+      Vec::store(place, Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum[r][j]));
+    }
 }
 
 template <class E, int W>
@@ -127,12 +130,13 @@ void mix_selected(const float* values, int64_t stride, int64_t count, const floa
                   const float* rescale, int64_t width, float* out) {
   for (int64_t r = 0; r < width; ++r)
     for (int j = 0; j < W; ++j) {
-      f sum = Vec::mul(Vec::load(out + (r * W + j) * N), Vec::load(rescale + j * N));
+      f sum = Vec::zero();
       for (int64_t s = 0; s < count; ++s) {
         const f next = Vec::fma(Vec::set1(values[s * stride + r]), Vec::load(weights + (s * W + j) * N), sum);
         sum = Vec::select(allowed[s] >> (j * N), next, sum);
       }
-      Vec::store(out + (r * W + j) * N, sum);
+      float* place = out + (r * W + j) * N;
+      Vec::store(place, Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum));
     }
 }
 
@@ -517,7 +521,7 @@ struct Block {
   template <bool entropy>
   void soften(float* tile, int64_t n) {
     const f scale = Vec::set1(plain ? std::fabs(call.scale) : 1.f);
-    f old_max[W], now[W], sum[W], spread[W];
+    f old_max[W], now[W], sum[W], spread[W], before[W];
     for (int j = 0; j < W; ++j) now[j] = Vec::set1(-INFINITY);
     for (int64_t s = 0; s < n; ++s)
       for (int j = 0; j < W; ++j) now[j] = Vec::max(Vec::load(tile + (s * W + j) * N), now[j]);
@@ -527,10 +531,10 @@ struct Block {
       now[j] = Vec::max(Vec::mul(now[j], scale), old_max[j]);
       const f drop = Vec::sub(old_max[j], now[j]);
       const f shrink = exp_of(drop);
-      sum[j] = Vec::mul(Vec::load(row_sum + j * N), shrink);
+      sum[j] = Vec::zero();
       if (entropy) {
         const f moved = Vec::fma(Vec::max(Vec::set1(-1000.f), drop), Vec::load(row_sum + j * N), Vec::load(neg_entropy + j * N));
-        spread[j] = Vec::mul(moved, shrink);
+        before[j] = Vec::mul(moved, shrink), spread[j] = Vec::zero();
       }
       Vec::store(rescale + j * N, shrink), Vec::store(row_max + j * N, now[j]);
     }
@@ -544,8 +548,8 @@ struct Block {
         Vec::store(place, weight);
       }
     for (int j = 0; j < W; ++j) {
-      Vec::store(row_sum + j * N, sum[j]);
-      if (entropy) Vec::store(neg_entropy + j * N, spread[j]);
+      Vec::store(row_sum + j * N, Vec::fma(Vec::load(row_sum + j * N), Vec::load(rescale + j * N), sum[j]));
+      if (entropy) Vec::store(neg_entropy + j * N, Vec::add(before[j], spread[j]));
     }
   }
 

@@ -4,4 +4,5 @@
 #include "attention.inl"
 #include "backward.inl"
 #include "decode.inl"
+#include "limits.inl"
 #include "kernel.inl"

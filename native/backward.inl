@@ -15,7 +15,7 @@ inline void outer_rows(const typename E::scalar* weights, int64_t weight_stride,
                        int64_t row_stride, int64_t count, float* to, int64_t to_stride) {
   f sum[R][V];
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::load(to + r * to_stride + j * N);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
   for (int64_t q = 0; q < count; ++q) {
     typename E::vec row[V];
     CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) row[j] = E::load(rows + q * row_stride + j * N);
@@ -25,7 +25,10 @@ inline void outer_rows(const typename E::scalar* weights, int64_t weight_stride,
     }
   }
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(to + r * to_stride + j * N, sum[r][j]);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+      float* place = to + r * to_stride + j * N;
+      Vec::store(place, Vec::add(Vec::load(place), sum[r][j]));
+    }
 }
 
 template <class E, int V>

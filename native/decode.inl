@@ -45,6 +45,25 @@ struct Few {
     blocked = arena.take<uint8_t>(kTile);
   }
 
+  // Rows of K or V, read in their own type where whole vectors fit, or a padded copy in fp32.
+  struct Source {
+    const char* data;
+    int64_t stride;  // in elements
+    Type type;
+  };
+
+  Source source_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded, float* copy) {
+    if (width == padded) return {at(view, call.type, batch, head, first), view.position, call.type};
+    const Rows rows = whole_rows(view, head, first, count, width, padded, copy);
+    return {(const char*)rows.data, rows.stride, Type::f32};
+  }
+
+  template <Type type>
+  static f load(const Source& rows, int64_t row, int64_t i) {
+    if (type == Type::f32) return Vec::load((const float*)rows.data + row * rows.stride + i);
+    return Vec::load_as_float((const uint16_t*)rows.data + row * rows.stride + i, type);
+  }
+
   // Rows as whole vectors of fp32: where they lie if that fits, or a padded copy.
   Rows whole_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded, float* copy) {
     if (call.type == Type::f32 && width == padded)
@@ -81,18 +100,26 @@ struct Few {
     from = max(from, first), to = min(to, last);
     for (; from < to; from += kTile) {
       const int64_t n = min(kTile, to - from);
-      const Rows k = whole_rows(call.k, source_head, from, n, call.head_dim, key_width, keys);
-      const Rows v = whole_rows(call.v, source_head, from, n, call.value_dim, value_width, values);
+      const Source k = source_rows(call.k, source_head, from, n, call.head_dim, key_width, keys);
+      const Source v = source_rows(call.v, source_head, from, n, call.value_dim, value_width, values);
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t low = max(start[r], from) - from, high = min(stop[r], from + n) - from;
-        if (low < high) row(r, k, v, from, low, high, partial + r * few_stride(call));
+        if (low >= high) continue;
+        float* part = partial + r * few_stride(call);
+        if (k.type == Type::f32) score<Type::f32>(queries + r * key_width, k, low, high);
+        else if (k.type == Type::bf16) score<Type::bf16>(queries + r * key_width, k, low, high);
+        else score<Type::f16>(queries + r * key_width, k, low, high);
+        const bool masked = edit_row(r, from, low, high);
+        const f shrink = soften(part);
+        if (v.type == Type::f32) add_rows<Type::f32>(v, low, high, masked, shrink, part + N);
+        else if (v.type == Type::bf16) add_rows<Type::bf16>(v, low, high, masked, shrink, part + N);
+        else add_rows<Type::f16>(v, low, high, masked, shrink, part + N);
       }
     }
   }
 
-  void row(int64_t r, const Rows& k, const Rows& v, int64_t from, int64_t low, int64_t high, float* part) {
-    score(queries + r * key_width, k, low, high);
-    const bool masked = edit_row(r, from, low, high);
+  // Scores become unnormalised weights; returns what shrinks the context so far.
+  f soften(float* part) {
     f most = Vec::set1(-INFINITY);
     for (int64_t s = 0; s < kTile; s += N) most = Vec::max(Vec::load(weights + s), most);
     float top[N];
@@ -108,13 +135,19 @@ struct Few {
     const f shrink = exp_of(Vec::set1(part[0] - now));
     Vec::store(top, shrink);
     part[0] = now, part[1] = part[1] * top[0] + Vec::sum(sum);
+    return shrink;
+  }
+
+  template <Type type>
+  void add_rows(const Source& v, int64_t low, int64_t high, bool masked, f shrink, float* out) {
     int64_t i = 0;
-    for (; i + 4 * N <= value_width; i += 4 * N) add_values<4>(v, low, high, masked, shrink, i, part + N + i);
-    for (; i < value_width; i += N) add_values<1>(v, low, high, masked, shrink, i, part + N + i);
+    for (; i + 4 * N <= value_width; i += 4 * N) add_values<type, 4>(v, low, high, masked, shrink, i, out + i);
+    for (; i < value_width; i += N) add_values<type, 1>(v, low, high, masked, shrink, i, out + i);
   }
 
   // weights[s] = q . k[s] for low <= s < high, -inf elsewhere
-  void score(const float* q, const Rows& k, int64_t low, int64_t high) {
+  template <Type type>
+  void score(const float* q, const Source& k, int64_t low, int64_t high) {
     alignas(64) float partial[N * N];
     for (int64_t s = 0; s < kTile; s += N) {
       if (s + N <= low || s >= high) {
@@ -122,9 +155,9 @@ struct Few {
         continue;
       }
       for (int64_t j = 0; j < N; ++j) {
-        const float* row = k.data + min(s + j, high - 1) * k.stride;
+        const int64_t row = min(s + j, high - 1);
         f sum = Vec::zero();
-        for (int64_t i = 0; i < key_width; i += N) sum = Vec::fma(Vec::load(row + i), Vec::load(q + i), sum);
+        for (int64_t i = 0; i < key_width; i += N) sum = Vec::fma(load<type>(k, row, i), Vec::load(q + i), sum);
         Vec::store(partial + j * N, sum);
       }
       Vec::store(weights + s, Vec::mul(Vec::sum_each(partial), Vec::set1(call.scale)));
@@ -159,17 +192,17 @@ struct Few {
     return any;
   }
 
-  template <int V>
-  void add_values(const Rows& v, int64_t low, int64_t high, bool masked, f shrink, int64_t at, float* out) {
+  template <Type type, int V>
+  void add_values(const Source& v, int64_t low, int64_t high, bool masked, f shrink, int64_t at, float* out) {
     f sum[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::mul(Vec::load(out + j * N), shrink);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::zero();
     for (int64_t s = low; s < high; ++s) {
       if (masked && blocked[s]) continue;
       const f weight = Vec::set1(weights[s]);
-      const float* row = v.data + s * v.stride + at;
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::fma(weight, Vec::load(row + j * N), sum[j]);
+      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::fma(weight, load<type>(v, s, at + j * N), sum[j]);
     }
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(out + j * N, sum[j]);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j)
+      Vec::store(out + j * N, Vec::fma(Vec::load(out + j * N), shrink, sum[j]));
   }
 
   // One row from its partial results, in the order of the chunks.

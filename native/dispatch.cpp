@@ -200,4 +200,13 @@ bool backward(const Kernel& kernel, Backward& work, int threads) {
                 [&](int64_t i, char* memory) { kernel.backward(work, i, memory); });
 }
 
+double peak(const Kernel& kernel, int64_t rounds, bool pairs, int threads) {
+  threads = threads_for(1e12, threads);
+  std::vector<double> each((size_t)threads);
+  spread(threads, threads, 64, [&](int64_t i, char*) { each[(size_t)i] = kernel.peak(rounds, pairs); });
+  double total = 0;
+  for (double operations : each) total += operations;
+  return total;
+}
+
 }  // namespace clearhead

@@ -22,4 +22,7 @@ bool forward(const Kernel& kernel, Forward& call, int threads);
 
 bool backward(const Kernel& kernel, Backward& work, int threads);
 
+// Multiply-adds at full speed on every thread; how many operations they were together.
+double peak(const Kernel& kernel, int64_t rounds, bool pairs, int threads);
+
 }  // namespace clearhead

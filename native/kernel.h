@@ -104,6 +104,7 @@ struct Kernel {
   void (*few_merge)(const Forward&, int64_t item, const float* partial, char* scratch);
   size_t (*backward_scratch)(const Backward&);
   void (*backward)(const Backward&, int64_t item, char* scratch);
+  double (*peak)(int64_t rounds, bool pairs);  // multiply-adds alone; how many operations
   void (*exp2)(const float* from, float* to, int64_t count);
 };
 

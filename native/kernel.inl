@@ -23,6 +23,7 @@ const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_ISA::few_merge,
     CLEARHEAD_ISA::backward_scratch,
     CLEARHEAD_ISA::backward_item,
+    CLEARHEAD_ISA::peak,
     CLEARHEAD_ISA::exp2_array,
 };
 

@@ -76,7 +76,9 @@ def _draw_mask(drawn: Drawn, dice: random.Random, torch_dice: torch.Generator) -
     i = torch.arange(query)[:, None] + source - query
     j = torch.arange(source)
     n = dice.choice((1, 3, 16, 50))
-    kind = dice.choice(("none", "causal", "window", "lengths", "document", "sinks", "bytes", "rows"))
+    kind = dice.choice(
+        ("none", "causal", "window", "lengths", "document", "sinks", "bytes", "rows")
+    )
     edges: Tensor = drawn.allowed
     if kind == "causal":
         drawn.mask, edges = masks.causal(), j <= i
@@ -110,7 +112,9 @@ def _draw_more(drawn: Drawn, dice: random.Random, torch_dice: torch.Generator) -
     if dice.random() < 0.15:
         drawn.more["sinks"] = torch.randn(head, generator=torch_dice)
     if dice.random() < 0.25:
-        shape = dice.choice(((query, source), (head, 1, source), (batch, 1, query, source), (source,)))
+        shape = dice.choice(
+            ((query, source), (head, 1, source), (batch, 1, query, source), (source,))
+        )
         bias = torch.randn(shape, generator=torch_dice)
         if dice.random() < 0.5:
             bias[torch.rand(shape, generator=torch_dice) < 0.3] = -torch.inf
@@ -168,7 +172,9 @@ def right(drawn: Drawn) -> Right:
     weights = torch.where(drawn.allowed, (scores - lse[..., None]).exp(), 0)
     eps = torch.finfo(torch.float32).eps
     spread = torch.where(drawn.allowed, terms + scores.abs(), 0).amax(-1, keepdim=True)
-    relative = eps * (8 + 2 * q.shape[-1] ** 0.5 + spread * (2 + q.shape[-1] ** 0.5) + k.shape[2] ** 0.5)
+    relative = eps * (
+        8 + 2 * q.shape[-1] ** 0.5 + spread * (2 + q.shape[-1] ** 0.5) + k.shape[2] ** 0.5
+    )
     weight_error = relative.clamp(max=1) * weights + 1e-38
     own = torch.finfo(drawn.query.dtype).eps
     rough = 0 if drawn.query.dtype == torch.float32 else own
@@ -206,7 +212,12 @@ def _check_reading(reading: Any, value: Any, answer: Right) -> None:
     w, e, name = answer.weights, answer.weight_error, type(reading).__name__
     query, source = w.shape[-2:]
     if name == "LogSumExp":
-        _close(name, value, answer.lse, 1e-5 + 2e-5 * answer.lse.abs().nan_to_num(0, 0, 0) + _relative(e, w))
+        _close(
+            name,
+            value,
+            answer.lse,
+            1e-5 + 2e-5 * answer.lse.abs().nan_to_num(0, 0, 0) + _relative(e, w),
+        )
     elif name == "Entropy":
         surprise = torch.where(w > 0, answer.lse[..., None] - answer.scores, 0)
         size = (w * surprise.abs()).sum(-1) + 1
@@ -226,7 +237,9 @@ def _check_reading(reading: Any, value: Any, answer: Right) -> None:
         for a, rows in enumerate(torch.arange(query).tensor_split(min(4, query))):
             for b, columns in enumerate(torch.arange(source).tensor_split(min(4, source))):
                 tile, slack = (x[..., rows[:, None], columns] for x in (w, e))
-                _close(name, value.mean[..., a, b], tile.mean((-1, -2)), slack.mean((-1, -2)) + 1e-6)
+                _close(
+                    name, value.mean[..., a, b], tile.mean((-1, -2)), slack.mean((-1, -2)) + 1e-6
+                )
                 _close(name, value.max[..., a, b], tile.amax((-1, -2)), slack.amax((-1, -2)))
     elif name == "TopK":
         best = w.sort(-1, descending=True).values[..., : reading.k]
@@ -248,7 +261,9 @@ def _relative(error: Tensor, weights: Tensor) -> Tensor:
 def _close(name: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
     got = got.double()
     gap = torch.where(got == want, 0, (got - want).abs())
-    assert bool((gap <= slack).all()), f"{name}: off by {gap.max().item()}, allowed {slack.max().item()}"
+    assert bool((gap <= slack).all()), (
+        f"{name}: off by {gap.max().item()}, allowed {slack.max().item()}"
+    )
 
 
 def main(count: int, first: int = 0) -> int:

@@ -1,0 +1,39 @@
+// What the machine can do at most: multiply-adds that wait for nothing but each other.
+// Included after attention.inl.
+
+namespace clearhead {
+namespace CLEARHEAD_ISA {
+namespace {
+
+constexpr int kChains = Vec::rows * Vec::vectors;
+
+template <class E>
+void multiply_add(int64_t rounds, float* sink) {
+  f sum[kChains];
+  CLEARHEAD_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
+  typename E::packed numbers[N] = {};
+  const typename E::vec x = E::load(numbers);
+  for (int64_t r = 0; r < rounds; ++r) {
+    _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = E::mac(x, x, sum[c]);
+  }
+  for (int c = 0; c < kChains; ++c) sink[c] = Vec::sum(sum[c]);
+}
+
+// Runs so many rounds and returns how many floating-point operations they were.
+double peak(int64_t rounds, bool pairs) {
+  float sink[kChains] = {};
+#ifdef CLEARHEAD_DOTS
+  if (pairs) multiply_add<Pair>(rounds, sink);
+  else multiply_add<Single>(rounds, sink);
+#else
+  pairs = false;
+  multiply_add<Single>(rounds, sink);
+#endif
+  volatile float keep = sink[0];
+  (void)keep;
+  return 2.0 * rounds * kChains * N * (pairs ? 2 : 1);
+}
+
+}  // namespace
+}  // namespace CLEARHEAD_ISA
+}  // namespace clearhead
