@@ -469,7 +469,7 @@ class Mass(_PerQueryReading):
     """
 
     def __init__(self, edges: Mask):
-        if not callable(getattr(edges, "tile", None)):
+        if isinstance(edges, Tensor) or not callable(getattr(edges, "tile", None)):
             hint = "masks.dense(tensor) makes one of a bool tensor"
             raise type_error("edges", "takes a mask", got=type(edges).__name__, hint=hint)
         self.edges = edges
