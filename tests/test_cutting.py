@@ -45,6 +45,10 @@ def gpt(**options: Any) -> Any:
     return model
 
 
+def made(one: Any, backend: str) -> Any:
+    return one.make(backend)
+
+
 def tokens(batch: int = 2, length: int = LENGTH, vocabulary: int = 31) -> Tensor:
     draw = torch.Generator().manual_seed(1)
     return torch.randint(vocabulary, (batch, length), generator=draw)
@@ -189,7 +193,7 @@ def masked(model: Any, allowed: Tensor, batch: int = 2) -> Any:
 def test_all_layers_against_a_mask_given_to_the_model(name, backend):
     pytest.importorskip("transformers")
     one = BY_NAME[name]
-    model, inputs = one.make(backend), one.read()
+    model, inputs = made(one, backend), one.read()
     cut = some_edges()
     with ch.knockout(model, cut):
         got = first_of(model(**inputs))
@@ -206,7 +210,7 @@ def test_a_source_cut_everywhere_is_a_source_of_padding(name, backend):
     one = BY_NAME[name]
     if backend not in one.backends:
         pytest.skip("one backend only")
-    model, inputs = one.make(backend), one.read()
+    model, inputs = made(one, backend), one.read()
     with ch.watch(model) as seen:
         model(**inputs)
     layers = [record.layer for record in seen if record.sizes[3] == LENGTH]
@@ -381,7 +385,7 @@ def test_zeroing_a_head_is_zeroing_its_columns_of_the_projection(name, backend):
     pytest.importorskip("transformers")
     one = BY_NAME[name]
     path, axis, width, head = PROJECTIONS[name]
-    model, inputs = one.make(backend), one.read()
+    model, inputs = made(one, backend), one.read()
     with ch.ablate(model, [(1, head)]):
         got = first_of(model(**inputs))
     with ch.knockout(model, masks.everything(), heads=[(1, head)]):
@@ -412,43 +416,48 @@ class TestGeneration:
     def test_edges_stand_in_the_whole_sequence(self, name, backend, cache):
         pytest.importorskip("transformers")
         one = BY_NAME[name]
-        model, inputs = one.make(backend), one.read()
+        model, inputs = made(one, backend), one.read()
         cut = some_edges(LENGTH + 4) | masks.diagonal(2).dense(LENGTH + 4)
         for edges in (masks.dense(cut), masks.diagonal(1) | (masks.first(5) - masks.first(3))):
             with ch.knockout(model, edges):
-                made = model.generate(
+                answer = model.generate(
                     **inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0,
                     return_dict_in_generate=True, output_logits=True, **CACHES[cache],
                 )  # fmt: skip
             allowed = masks.causal().dense(LENGTH + 4) & ~edges.dense(LENGTH + 4)
-            whole = model(made.sequences[:, :-1], attention_mask=masked(model, allowed)).logits
-            near(torch.stack(made.logits, 1), whole[:, LENGTH - 1 :], atol=1e-5)
+            whole = model(answer.sequences[:, :-1], attention_mask=masked(model, allowed)).logits
+            near(torch.stack(answer.logits, 1), whole[:, LENGTH - 1 :], atol=1e-5)
 
     @torch.no_grad()
     def test_edges_of_the_prompt_only(self):
         pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
-        model, inputs = one.make("sdpa"), one.read()
+        model, inputs = made(one, "sdpa"), one.read()
         cut = some_edges()
         with ch.knockout(model, cut):
-            made = model.generate(
+            answer = model.generate(
                 **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0,
                 return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
         allowed = masks.causal().dense(LENGTH + 3)
         allowed[:LENGTH, :LENGTH] &= ~cut
-        whole = model(made.sequences[:, :-1], attention_mask=masked(model, allowed)).logits
-        near(torch.stack(made.logits, 1), whole[:, LENGTH - 1 :], atol=1e-5)
+        whole = model(answer.sequences[:, :-1], attention_mask=masked(model, allowed)).logits
+        near(torch.stack(answer.logits, 1), whole[:, LENGTH - 1 :], atol=1e-5)
 
     def test_a_mean_over_one_step_is_refused(self):
         pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
-        model, inputs = one.make("sdpa"), one.read()
+        model, inputs = made(one, "sdpa"), one.read()
         with pytest.raises(ValueError, match="reference: is needed for how='mean' under a cache"):  # noqa: SIM117
             with ch.ablate(model, [(0, 1)], how="mean"):
                 model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
         with ch.ablate(model, [(0, 1)], how="mean", reference=inputs):
             model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+
+def wrong() -> list[Any]:
+    """What no choice of heads, no model and no edges is."""
+    return [[(0, 1), 2], "all", 3, [(1, 2)]]
 
 
 class TestProof:
@@ -503,7 +512,7 @@ class TestProof:
                     model(ids)
 
     def test_what_is_no_choice_is_refused_at_once(self):
-        model = gpt()
+        model, mixed, word, number, pairs = gpt(), *wrong()
         every = masks.everything()
         for error, message, make in [
             (ValueError, "layers: count from 0", lambda: ch.knockout(model, every, layers=-1)),
@@ -512,10 +521,10 @@ class TestProof:
                 "heads: says the layers itself",
                 lambda: ch.ablate(model, [(0, 1)], layers=0),
             ),
-            (TypeError, "heads: takes head numbers or", lambda: ch.ablate(model, [(0, 1), 2])),
-            (TypeError, "heads: takes numbers", lambda: ch.ablate(model, "all")),
+            (TypeError, "heads: takes head numbers or", lambda: ch.ablate(model, mixed)),
+            (TypeError, "heads: takes numbers", lambda: ch.ablate(model, word)),
             (ValueError, "heads: needs at least one", lambda: ch.ablate(model, [])),
-            (TypeError, "edges: is a Mask", lambda: ch.knockout(model, [(1, 2)])),
+            (TypeError, "edges: is a Mask", lambda: ch.knockout(model, pairs)),
             (TypeError, "edges: is a Mask.*float32", lambda: ch.knockout(model, torch.ones(3, 3))),
             (ValueError, "how: is one of zero", lambda: ch.ablate(model, 0, how="max")),
             (
@@ -523,7 +532,7 @@ class TestProof:
                 "reference: is of no use",
                 lambda: ch.ablate(model, 0, reference=tokens()),
             ),
-            (TypeError, "model: is a module", lambda: ch.knockout(3, every)),
+            (TypeError, "model: is a module", lambda: ch.knockout(number, every)),
         ]:
             with pytest.raises(error, match=message), make():
                 pass
@@ -582,7 +591,7 @@ class TestNothingIsLeftBehind:
         from transformers.modeling_utils import AttentionInterface
 
         one = BY_NAME["Llama"]
-        model, inputs, own = one.make("sdpa"), one.read(), AttentionInterface.get_interface
+        model, inputs, own = made(one, "sdpa"), one.read(), AttentionInterface.get_interface
         before = first_of(model(**inputs))
         with ch.knockout(model, masks.first(1), heads=[(0, 1)]):
             model(**inputs)
@@ -720,19 +729,19 @@ class TestWatched:
     def test_under_generate(self, outside, backend):
         pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
-        model, inputs = one.make(backend), one.read()
+        model, inputs = made(one, backend), one.read()
         edges = masks.diagonal(1)
         watch, knock = ch.watch(model, read=readings.Weights()), ch.knockout(model, edges)
         options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         if outside:
             with watch as seen, knock:
-                made = model.generate(**inputs, **options)
+                ids = model.generate(**inputs, **options)
         else:
             with knock, watch as seen:
-                made = model.generate(**inputs, **options)
+                ids = model.generate(**inputs, **options)
         with ch.watch(model, read=readings.Weights()) as whole:
             allowed = masks.causal().dense(LENGTH + 3) & ~edges.dense(LENGTH + 3)
-            model(made[:, :-1], attention_mask=masked(model, allowed))
+            model(ids[:, :-1], attention_mask=masked(model, allowed))
         for record, other in zip(seen, whole, strict=True):
             near(record.value, other.value, 1e-5)
 
@@ -778,7 +787,7 @@ class TestImportance:
     def test_loss_of_the_output_and_chosen_heads(self):
         pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
-        model, inputs = one.make("sdpa"), one.read()
+        model, inputs = made(one, "sdpa"), one.read()
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         inputs["labels"] = inputs["input_ids"]
