@@ -85,11 +85,40 @@ def _fresh(arguments: argparse.Namespace, text: str) -> Training:
         raise value_error("--heads", "is for gpt and bert: an rnn has no heads")
     sizes = _given(arguments, "length", "layers", "heads", "width", "dropout")
     settings = Settings(**_settings(arguments))
+    vocabulary = Characters.of(text, kind.special)
+    _must_fit(kind, vocabulary, sizes)
     # A seed gives the same weights, and the caller's random state is left alone.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        model = kind(Characters.of(text, kind.special), **sizes)
+        model = kind(vocabulary, **sizes)
     return text_training(model, text, settings)
+
+
+def _must_fit(kind: Any, vocabulary: Any, sizes: dict[str, Any]) -> None:
+    """Refuse a model that memory cannot hold, before making it takes all of the memory."""
+    import torch
+
+    from clearhead._checks import free_bytes
+
+    def parameters(layers: int) -> int:
+        with torch.device("meta"):
+            model = kind(vocabulary, **(sizes | {"layers": layers}))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    layers = sizes.get("layers", 1)
+    if not 0 < layers < 2**31:
+        return  # the model itself refuses this
+    first = parameters(1)
+    count = first + (layers - 1) * (parameters(2) - first)
+    # In float32: parameter, gradient and the two averages of the optimizer.
+    needed, free = 16 * count, free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise value_error(
+            "--width, --layers",
+            "the training of the model must fit into memory",
+            got=f"{count:,} parameters, {needed:,} bytes with {free:,} free",
+            hint="make the model smaller",
+        )
 
 
 def _resumed(arguments: argparse.Namespace, text: str) -> Training:
