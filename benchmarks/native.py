@@ -4,13 +4,14 @@
     python benchmarks/native.py --quick          smaller sizes, under two minutes
     python benchmarks/native.py --shape 1,12,4096,64 --dtype bfloat16 --mask 'causal & window(256)'
     python benchmarks/native.py --clock cpu      one thread, its CPU time: for a machine in use
-    python benchmarks/native.py --write          also benchmarks/results/native.json, docs/performance.md
+    python benchmarks/native.py --write          keeps results/native.json, docs/performance.md
 
 Each row runs its contenders in turn, round after round; figures are medians over the rounds, the
 spread is half the distance between the quartiles, and `error` is against float64 on some heads.
 Rows that ours loses are in the same table.
 """
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import argparse

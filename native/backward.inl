@@ -1,7 +1,7 @@
 // Gradients: weights and their gradients are computed again tile by tile from each row's maximum and sum, so
 // that nothing of size query x source is kept. A work item owns some tiles of sources of one source
 // head (their rows of dK and dV are its own), and adds its share of dQ to a slot of its own.
-// Included after attention.inl.
+// After forward.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

@@ -1,7 +1,7 @@
 // Few queries over many sources, as in decoding: reading K and V is all the work there is. Features
 // lie in the lanes, the sources are split into chunks with partial results of their own, and these
 // are merged in order. Query heads that share a source head read it together.
-// Included after attention.inl.
+// After forward.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

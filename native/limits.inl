@@ -1,5 +1,5 @@
 // What the machine can do at most: multiply-adds that wait for nothing but each other.
-// Included after attention.inl.
+// After forward.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

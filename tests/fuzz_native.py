@@ -188,8 +188,8 @@ def right(drawn: Drawn) -> Right:
 
 READ = (
     readings.LogSumExp(), readings.Entropy(), readings.TopK(3), readings.Received(),
-    readings.Distance(), readings.Mass(masks.first(2)), readings.BlockMap(4), readings.Rows([-1, 0]),
-    readings.TopK(11), readings.Weights(),
+    readings.Distance(), readings.Mass(masks.first(2)), readings.BlockMap(4),
+    readings.Rows([-1, 0]), readings.TopK(11), readings.Weights(),
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from clearhead.masks._data import Dense
 from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
+_native: Any
 try:
     from clearhead._impl import _native  # type: ignore[attr-defined]
 except ImportError:
@@ -211,7 +212,11 @@ class Results:
         self.lse = self._new(*self.shape) if graph or self._wants(readings.LogSumExp) else None
         self.entropy = self._new(*self.shape) if self._wants(readings.Entropy) else None
         self.distance = self._new(*self.shape) if self._wants(readings.Distance) else None
-        self.top = self.mass = self.rows = self.received = self.cells = None
+        self.top: Any = None
+        self.received: Any = None
+        self.cells: Any = None
+        self.mass: Any = None
+        self.rows: Any = None
         self.slots = max(
             1, min(SLOTS // (self.shape[0] * self.shape[1]), -(-self.shape[2] // _native.block()))
         )
@@ -330,7 +335,11 @@ def native_readings(problem: Problem, read: tuple[Reading, ...]) -> tuple[Readin
         kind = type(reading)
         if kind in ONCE and kind in kinds:
             continue
-        if kind in ALWAYS or kind in ONCE or (kind is readings.Entropy and not reading.normalized):
+        if (
+            kind in ALWAYS
+            or kind in ONCE
+            or (isinstance(reading, readings.Entropy) and not reading.normalized)
+        ):
             kinds.add(kind)
             taken.append(reading)
     return tuple(taken)

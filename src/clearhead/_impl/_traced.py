@@ -120,7 +120,8 @@ def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor, _: Any) -> Any:
     )
     sinks = None
     if ctx.needs_input_grad[7]:
-        problem = Problem(*tensors[:3], None, ctx.scale, sinks=tensors[7])
+        query, key, value, *_, given = tensors
+        problem = Problem(query, key, value, None, ctx.scale, sinks=given)
         sinks = _kernel.sink_gradient(problem, context, lse, grad, grad_lse)
     return *found, None, None, None, None, sinks, None, None
 

@@ -115,7 +115,7 @@ def _forward(
     others = tuple(reading for reading in read if reading not in taken)
     found = dict(zip(others, rest.readings_only(problem, others), strict=True)) if others else {}
     for reading in taken:
-        found[reading] = _batched(results.value(reading), shape)
+        found[reading] = _batched(results.value(reading), shape)  # type: ignore[union-attr]
     return context, [found[reading] for reading in read], results, inputs
 
 
@@ -128,7 +128,7 @@ def _batched(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 class _Native(torch.autograd.Function):
-    """The kernel's own backward; what it lacks is differentiated through the next implementation."""
+    """The kernel's own backward; what it lacks is differentiated through the next."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
@@ -142,13 +142,14 @@ class _Native(torch.autograd.Function):
         return context, *(x.view_as(x) for x in flat)
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor | None, *flat: Any):
+    def backward(ctx: Any, *gradients: Any):
+        outer, *flat = gradients
         *inputs, context, lse, softmax = ctx.saved_tensors
         problem = replace(ctx.problem, **dict(zip(FIELDS, inputs, strict=True)))
         needs = ctx.needs_input_grad[3:]
         grad_lse, known = _of_lse(ctx.read, flat, ctx.spec)
         if torch.is_grad_enabled() or not known or needs[3]:
-            return None, None, None, *_through_rest(problem, ctx.read, (outer, *flat), needs)
+            return None, None, None, *_through_rest(problem, ctx.read, gradients, needs)
         out = _kernel.four(context)
         grad = torch.zeros_like(out) if outer is None else _kernel.four(outer)
         handed = _kernel.Inputs(problem)
@@ -194,7 +195,9 @@ def _through_rest(
             for x, g in zip(outputs, gradients, strict=True)
             if g is not None and x.requires_grad
         ]
-        wanted = [x for x, need in zip(aliases, needs, strict=True) if need]
+        wanted: Any = [x for x, need in zip(aliases, needs, strict=True) if need]
+        if not pairs:
+            return [None] * len(aliases)
         ends, starts = zip(*pairs, strict=True)
         found = iter(
             torch.autograd.grad(
