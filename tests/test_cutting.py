@@ -543,6 +543,26 @@ class TestProof:
             with ch.knockout(model, some_edges(5)):
                 model(ids)
 
+    def test_edges_for_fewer_heads(self):
+        model, ids = gpt(), tokens()
+        edges = some_edges().expand(1, 2, -1, -1)
+        with (
+            pytest.raises(ValueError, match="edges: are made for 2 heads"),
+            ch.knockout(model, edges),
+        ):
+            model(ids)
+
+    def test_no_samples_move_nothing(self):
+        model = gpt()
+        with pytest.raises(RuntimeError, match="moved nothing"), ch.knockout(model, masks.causal()):
+            model(tokens()[:0])
+
+    def test_heads_from_a_generator(self):
+        model, ids = gpt(), tokens()
+        with ch.ablate(model, heads=((layer, 1) for layer in range(2))) as cut:
+            model(ids)
+        assert set(cut.moved) == {(0, 1), (1, 1)}
+
     def test_no_run_and_no_attention(self):
         with pytest.raises(RuntimeError, match=r"knockout: no attention[^$]*was not called"):  # noqa: SIM117
             with ch.knockout(gpt(), masks.causal()):

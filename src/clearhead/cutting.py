@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from clearhead.watching import _watchable
 __all__ = ["ablate", "head_importance", "knockout", "zero_weights"]
 
 Model = nn.Module | Callable[..., Any]
-Heads = int | tuple[int, int] | Sequence[int] | Sequence[tuple[int, int]] | None
+Heads = int | tuple[int, int] | Iterable[int] | Iterable[tuple[int, int]] | None
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def knockout(
     kernel.
 
     - `edges`: a `Mask` or a bool tensor, in positions of the whole sequence, also in the steps of
-      `generate()`. Where steps with a cache are made by hand, `masks.where` fits all of their sizes.
+      `generate()`. Where steps with a cache are made by hand, `masks.where` fits all their sizes.
     - `layers`: numbers of the attention modules in order of first call, as `watch` counts them.
     - `heads`: head numbers, in all of `layers`, or (layer, head) pairs. All unless given.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from clearhead.errors import type_error, value_error
@@ -67,7 +68,8 @@ def chosen(layers: Any, heads: Any) -> Chosen:
             got=list(which),
             hint="see the numbers with watch, whose records have them as record.layer",
         )
-    listed = [heads] if isinstance(heads, int) or _is_pair(heads) else heads
+    listed = [heads] if isinstance(heads, Integral) or _is_pair(heads) else heads
+    listed = list(listed) if isinstance(listed, Iterator) else listed
     if listed is None or not any(_is_pair(head) for head in listed):
         return Chosen(which, numbers("heads", listed), None)
     if which is not None:
@@ -94,7 +96,7 @@ def _pair(given: Any) -> tuple[int, int]:
 
 
 def _is_number(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool)
+    return isinstance(given, Integral) and not isinstance(given, bool)
 
 
 def numbers(name: str, given: int | Sequence[int] | Iterable[int] | None) -> tuple[int, ...] | None:
@@ -103,7 +105,7 @@ def numbers(name: str, given: int | Sequence[int] | Iterable[int] | None) -> tup
         return None
     if isinstance(given, (str, bytes)) or not (isinstance(given, Iterable) or _is_number(given)):
         raise type_error(name, "takes numbers", got=repr(given))
-    listed = tuple(given) if isinstance(given, Iterable) else (given,)
+    listed: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
     for number in listed:
         if not _is_number(number):
             raise type_error(name, "takes numbers", got=repr(number))

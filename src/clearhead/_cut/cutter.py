@@ -19,6 +19,7 @@ from clearhead._watch import hub, look
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler, Interceptor
 from clearhead._watch.modules import Modules
+from clearhead.errors import value_error
 from clearhead.masks import Mask
 from clearhead.watching import _eager, _nothing, _watchable
 
@@ -108,6 +109,8 @@ class Cutter(Handler):
     def after(self, call: Call, context: Tensor) -> Tensor | None:
         """Answer the context with what was cut, or None where nothing of this call is."""
         self.modules[call.layer], self.totals[call.layer] = call.module, call.sizes[1]
+        if not context.numel():
+            return None
         place = self._places[key(call)] = self._place(call)
         if self._generating:
             self._covered[key(call)] = place.query + call.sizes[2]
@@ -280,6 +283,9 @@ class Edges(Cut):
         own = self._edges.own.head
         if own in (None, 1):
             return self._edges
+        if own <= max(heads):
+            rule = f"are made for {own} heads; layer {call.layer} ({call.module}) has more"
+            raise value_error("edges", rule, got=f"head {max(heads)}", hint="give as many, or one")
         batch, _, query, source = call.sizes
         query, source = self._edges.own.query or query, self._edges.own.source or source
         dense = self._edges.dense(query, source, batch=batch, head=own)
