@@ -51,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise value_error("--top", "must be at least 1", got=arguments.top)
     from clearhead.cli._loading import load
 
+    if arguments.model is None:
+        import torch
+
+        # The shipped model is small: more threads would wait for each other longer than they work.
+        torch.set_num_threads(1)
     seen = look(
         load(arguments.model),
         arguments.text,
