@@ -1,416 +1,336 @@
-"""How fast, how exact and how large: clearhead beside torch, wins and losses in one table.
+"""Measure clearhead beside torch on this machine: time, error and memory, losses as well as wins.
 
-    python benchmarks/run.py [--quick] [--only PART ...] [--threads N] [--cpu-time]
-    python benchmarks/run.py --shape 1,12,4096,64 --dtype bf16 --mask "causal & window(256)"
+    python benchmarks/run.py                    all rows (some minutes)
+    python benchmarks/run.py --quick            smaller sizes, fewer rounds
+    python benchmarks/run.py --only attend      one group of rows: attend, memory, start
+    python benchmarks/run.py --shape 1,12,4096,64 --dtype bfloat16 --mask "causal & window(256)" \\
+        --read "Entropy(), TopK(8)"             your own case
 
-All ways of a row run interleaved in this process; a ratio is the median time over that of
-`F.scaled_dot_product_attention` in the same row (below 1: clearhead is faster). Errors are against
-the equation in float64. `--cpu-time` counts the CPU time of all threads: for a machine that is not
-idle.
+A and B take turns in one process; a row gives medians with the spread between the quartiles, the
+ratio of the medians, and the error against float64 beside that of A. `--cpu-time` counts processor
+time on one thread instead of the clock, for a machine that others use too.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
+import os
+import platform
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-import measure
 import torch
-from torch.nn import functional as F
+import torch.nn.functional as F
+from torch import Tensor
 
 import clearhead as ch
-from clearhead import _impl, masks, readings
+from clearhead import masks, readings
 
+HERE = Path(__file__).parent
 FIVE = (
-    readings.LogSumExp(),
-    readings.TopK(8),
-    readings.Entropy(),
-    readings.Received(),
+    readings.LogSumExp(), readings.TopK(8), readings.Entropy(), readings.Received(),
     readings.BlockMap(32),
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READ = {"none": None, "five": FIVE}
+)  # fmt: skip
 
 
-class Bench:
-    """What the parts share: the clock, how many rounds, and the rows that were measured."""
+@dataclass
+class Row:
+    """One comparison. Times are in seconds, sizes in bytes, whatever `unit` says."""
 
-    def __init__(self, quick: bool, cpu_time: bool) -> None:
-        self.quick = quick
-        self.rounds = 5 if quick else 11
-        self.clock = time.process_time if cpu_time else time.perf_counter
-        self.rows: list[dict[str, Any]] = []
+    name: str
+    peer: str
+    theirs: list[float]
+    ours: list[float]
+    unit: str = "ms"
+    limit: float | None = None  # the ratio that the project promises
+    error: float | None = None
+    peer_error: float | None = None
+    note: str = ""
+    ratio: float = field(init=False)
 
-    def compare(
-        self, work: str, base: str, ways: dict[str, Callable[[], Any]], goals: dict[str, str],
-        errors: dict[str, float] | None = None, times: int = 1,
-    ) -> None:  # fmt: skip
-        """Measure the ways of one row of work; print each against the base."""
-        found = measure.interleave(
-            {name: measure.repeat(way, times) for name, way in ways.items()},
-            self.rounds,
-            self.clock,
-        )
-        for name, numbers in found.items():
-            row = {
-                "work": work,
-                "way": name,
-                "ms": numbers["median"] / times * 1e3,
-                "spread": numbers["spread"],
-                "ratio": numbers["median"] / found[base]["median"],
-                "goal": goals.get(name, ""),
-                "error": (errors or {}).get(name),
-            }
-            self.rows.append(row)
-            print(text(row), flush=True)
+    def __post_init__(self) -> None:
+        self.ratio = statistics.median(self.ours) / max(statistics.median(self.theirs), 1e-12)
 
 
-def text(row: dict[str, Any]) -> str:
-    shown = "" if row.get("error") is None else f"{row['error']:.1e}"
-    return (
-        f"{row['work']:<34} {row['way']:<24} {row['ms']:>10.3f} ms +-{row['spread']:>4.0%} "
-        f"{row['ratio']:>7.2f}x {row['goal']:<10} {shown}"
+# Peers: each takes q, k, v and whether the mask is causal, and gives the context.
+
+Peer = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """F.scaled_dot_product_attention, torch's fused kernel."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """The three lines that give weights: what most libraries fall back to."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(~ones.tril(), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+PEERS: dict[str, Peer] = {"sdpa": sdpa}
+
+
+def rounds(
+    calls: dict[str, Callable[[], Any]], count: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Time the calls in turn, so that what disturbs one disturbs the others."""
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(count):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+    return times
+
+
+def attend_rows(args: argparse.Namespace) -> list[Row]:
+    """Time each implementation beside each peer, without readings and with five."""
+    rows = []
+    sizes = [(1, 12, 1024 if args.quick else 4096, 64)]
+    impls = [name for name, state in ch._impl.available().items() if state == "ready"]
+    for shape in sizes:
+        for causal in (False, True):
+            for impl in impls:
+                if impl != "reference":
+                    rows += _attend(args, shape, causal, impl)
+    return rows
+
+
+def _attend(args: argparse.Namespace, shape: Any, causal: bool, impl: str) -> list[Row]:
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    mask = masks.causal() if causal else None
+    calls: dict[str, Callable[[], Any]] = {
+        name: lambda peer=peer: peer(q, k, v, causal) for name, peer in PEERS.items()
+    }
+    calls["none"] = lambda: ch.attend(q, k, v, mask, impl=impl)
+    calls["five"] = lambda: ch.attend(q, k, v, mask, read=FIVE, impl=impl)
+    times = rounds(calls, args.rounds, args.clock)
+    right = sample(q, k, v, causal)
+    # What is promised is promised at this size.
+    limits = {"none": 1.15, "five": 2.1} if impl == "tiled" and shape[-2] == 4096 else {}
+    rows = []
+    for peer, call in PEERS.items():
+        for what, label in (("none", ""), ("five", ", five readings")):
+            ours = calls[what]()
+            context = ours if what == "none" else ours[0]
+            rows.append(Row(
+                f"{impl} {'causal' if causal else 'full'}{label} {tuple(shape)}", peer,
+                times[peer], times[what], limit=limits.get(what), error=off(context, right),
+                peer_error=off(call(q, k, v, causal), right),
+            ))  # fmt: skip
+    return rows
+
+
+def sample(q: Tensor, k: Tensor, v: Tensor, causal: bool, count: int = 64) -> dict[int, Tensor]:
+    """Right contexts of some rows, in float64."""
+    size = q.shape[-2]
+    places = torch.linspace(0, size - 1, min(count, size)).long().tolist()
+    right = {}
+    for i in places:
+        stop = i + 1 if causal else size
+        scores = q[..., i : i + 1, :].double() @ k[..., :stop, :].double().mT * q.shape[-1] ** -0.5
+        right[i] = (scores.softmax(-1) @ v[..., :stop, :].double())[..., 0, :]
+    return right
+
+
+def off(context: Tensor, right: dict[int, Tensor]) -> float:
+    """How far the context is from the right rows, at most."""
+    return max((context[..., i, :].double() - row).abs().max().item() for i, row in right.items())
+
+
+def memory_rows(args: argparse.Namespace) -> list[Row]:
+    """Measure the memory of a call beside eager's, each in a process of its own, as T doubles."""
+    lengths = [512, 1024, 2048] if args.quick else [2048, 4096, 8192]
+    rows = []
+    for what, label in (("none", ""), ("five", ", five readings")):
+        for length in lengths:
+            theirs, ours = (_peak(way, length) for way in ("eager", what))
+            name = f"memory at T={length}{label} (1, 4, {length}, 64)"
+            rows.append(Row(name, "eager", [theirs], [ours], unit="MB", note="over the inputs"))
+    return rows
+
+
+def _peak(way: str, length: int) -> float:
+    command = [sys.executable, __file__, "--child", way, str(length)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def child(way: str, length: int) -> int:
+    """Bytes by which the resident set grows at most during one call."""
+    torch.set_num_threads(1)
+    calls = {
+        "eager": lambda x: eager(x, x, x, True),
+        "none": lambda x: ch.attend(x, x, x, masks.causal(), impl="tiled"),
+        "five": lambda x: ch.attend(x, x, x, masks.causal(), read=FIVE, impl="tiled"),
+    }
+    calls[way](torch.randn(1, 4, 64, 64))
+    x = torch.randn(1, 4, length, 64)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _resident("VmHWM")
+    calls[way](x)
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {name} in /proc/self/status")
+
+
+def start_rows(args: argparse.Namespace) -> list[Row]:
+    """Time what a newcomer waits for: the import, and the first picture."""
+    count = 3 if args.quick else 9
+    imports = rounds(
+        {
+            "torch": lambda: _python("import torch"),
+            "both": lambda: _python("import torch, clearhead"),
+        },
+        count,
+        time.perf_counter,
     )
+    added = statistics.median(imports["both"]) - statistics.median(imports["torch"])
+    rows = [Row("import clearhead", "import torch", imports["torch"], imports["both"],
+                note=f"adds {added * 1e3:.0f} ms (promised: at most 150 ms)")]  # fmt: skip
+    look = [sys.executable, "-m", "clearhead", "look", "hell"]
+    done = subprocess.run(look, capture_output=True)
+    if done.returncode:
+        print(f"left out: clearhead look hell (exit code {done.returncode})", file=sys.stderr)
+        return rows
+    looks = rounds({"look": lambda: subprocess.run(look, check=True, capture_output=True)},
+                   count // 3, time.perf_counter)  # fmt: skip
+    rows.append(Row("clearhead look hell", "import torch", imports["torch"], looks["look"],
+                    note="promised: at most 5 s"))  # fmt: skip
+    return rows
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype, sources: int | None = None) -> list[Any]:
-    torch.manual_seed(0)
-    *lead, length, width = shape
-    return [
-        torch.randn(*lead, size, width).to(dtype)
-        for size in (length, sources or length, sources or length)
-    ]
+def _python(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def sdpa(q: Any, k: Any, v: Any, mask: masks.Mask | None, bool_mask: bool = False) -> Callable:
-    """Torch's fused call for the same work; a causal mask by its flag unless asked otherwise."""
-    if mask is None:
-        return lambda: F.scaled_dot_product_attention(q, k, v)
-    if repr(mask) == repr(masks.causal()) and not bool_mask and q.shape[-2] == k.shape[-2]:
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    dense = mask.to_sdpa(q.shape[-2], k.shape[-2])
-    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+def own_row(args: argparse.Namespace) -> list[Row]:
+    """Time a case from the command line beside SDPA with the same mask."""
+    shape = tuple(map(int, args.shape.split(",")))
+    dtype = getattr(torch, args.dtype)
+    q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+    mask = masks.parse(args.mask) if args.mask else None
+    known = {name: getattr(readings, name) for name in readings.__all__} | {"masks": masks}
+    read = eval(f"({args.read},)", {"__builtins__": {}}, known) if args.read else None
+    allowed = None if mask is None else mask.to_sdpa(shape[-2])
+    calls: dict[str, Callable[[], Any]] = {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed),
+        "ours": lambda: ch.attend(q, k, v, mask, read=read, impl=args.impl),
+    }
+    times = rounds(calls, args.rounds, args.clock)
+    name = f"{args.impl or 'attend'} {shape} {args.dtype} {args.mask or 'no mask'}"
+    return [Row(name, "sdpa", times["sdpa"], times["ours"], note=args.read or "no readings")]
 
 
-def ours(q: Any, k: Any, v: Any, mask: Any, read: Any = None, impl: str | None = None) -> Callable:
-    return lambda: ch.attend(q, k, v, mask, read=read, impl=impl)
+GROUPS = {"attend": attend_rows, "memory": memory_rows, "start": start_rows}
 
 
-def first(answer: Any) -> torch.Tensor:
-    return answer[0] if isinstance(answer, tuple) else answer
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on."""
+    name = platform.processor() or platform.machine()
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists():
+        lines = cpu.read_text().splitlines()
+        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {
+        "machine": f"{name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "clock": "processor time" if args.cpu_time else "wall clock",
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "clearhead": ch.__version__,
+        "commit": commit or "unknown",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
-def one_case(
-    bench: Bench, shape: tuple[int, ...], dtype: str, mask: masks.Mask | None, impls: list[str],
-    goals: dict[str, str] | None = None, read: tuple = ("none", "five"), label: str = "",
-) -> None:  # fmt: skip
-    """SDPA, then each implementation with nothing read and with the readings."""
-    q, k, v = inputs(shape, DTYPES[dtype])
-    ways = {"SDPA": sdpa(q, k, v, mask)}
-    for impl in impls:
-        for what in read:
-            ways[f"{impl}, {what} read"] = ours(q, k, v, mask, READ[what], impl)
-    errors = {name: measure.error(first(way()), q, k, v, mask) for name, way in ways.items()}
-    kind = label or ("full" if mask is None else repr(mask).replace(', align="end"', ""))
-    kind = kind.replace('align="end"', "")
-    work = f"{dtype} {'x'.join(map(str, shape))} {kind}"
-    bench.compare(work, "SDPA", ways, goals or {}, errors)
-
-
-def built() -> bool:
-    return (
-        _impl.available()["native"] not in ("not installed", "not built") and not _native_reasons()
-    )
-
-
-def _native_reasons() -> list[str]:
-    x = torch.ones(1, 1, 2, 4)
-    plain = _impl.problem.Problem(x, x, x, None, 1.0)
-    module = next(m for m in _impl.IMPLEMENTATIONS if m.NAME == "native")
-    return module.unsupported_reasons(plain, ())
-
-
-def part_tiled(bench: Bench) -> None:
-    """The implementation in plain torch operations."""
-    goals = {"tiled, none read": "<= 1.15", "tiled, five read": "<= 2.10"}
-    for mask in (None, masks.causal()):
-        one_case(bench, (1, 12, 4096, 64), "fp32", mask, ["tiled"], goals)
-
-
-def part_native(bench: Bench) -> None:
-    """The CPU kernel: forward, with and without readings."""
-    if not built():
-        print("native: not compiled here, nothing to measure")
-        return
-    lengths = (1024, 4096) if bench.quick else (1024, 2048, 4096, 8192)
-    for dtype, full, causal in (("fp32", "<= 0.43", "<= 0.38"), ("bf16", "<= 0.25", "<= 0.22")):
-        for width in (64, 128):
-            for length in lengths:
-                for mask, goal in ((None, full), (masks.causal(), causal)):
-                    goals = {"native, none read": goal}
-                    if length >= 4096 and dtype == "fp32":
-                        goals["native, five read"] = "<= 0.50"
-                    one_case(bench, (1, 12, length, width), dtype, mask, ["native"], goals)
-
-
-def part_sparse(bench: Bench) -> None:
-    """Windows and packed documents, where whole tiles are skipped."""
-    ids = torch.arange(4096) // 600
-    impls = ["native", "tiled"] if built() else ["tiled"]
-    for label, mask in (
-        ("window(256)", masks.causal() & masks.window(256)),
-        ("documents of 600", masks.causal() & masks.document(ids)),
-    ):
-        goals = {"native, none read": "<= 0.04"}
-        one_case(bench, (1, 12, 4096, 64), "fp32", mask, impls, goals, ("none",), label)
-    if bench.quick:
-        return
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q, k, v = inputs((1, 12, 4096, 64), torch.float32)
-    mask = masks.causal() & masks.window(256)
-    block_mask = mask.to_flex(4096)
-    flex = torch.compile(flex_attention)
-    ways = {"flex, compiled": lambda: flex(q, k, v, block_mask=block_mask)}
-    for impl in impls:
-        ways[f"{impl}, none read"] = ours(q, k, v, mask, None, impl)
-    goals = {"native, none read": "<= 0.50"}
-    bench.compare("fp32 1x12x4096x64 window(256)", "flex, compiled", ways, goals)
-
-
-def part_backward(bench: Bench) -> None:
-    """`autograd.grad` alone, after a forward that is not timed."""
-    impls = ["native", "tiled"] if built() else ["tiled"]
-    for dtype, goal in (("fp32", "<= 0.43"), ("bf16", "<= 0.50")):
-        for length in (1024,) if bench.quick else (1024, 4096):
-            for name, mask in (("full", None), ("causal", masks.causal())):
-                leaves = [x.requires_grad_() for x in inputs((1, 12, length, 64), DTYPES[dtype])]
-                answers = {"SDPA": sdpa(*leaves, mask)()}
-                for impl in impls:
-                    answers[f"{impl}, backward"] = ours(*leaves, mask, None, impl)()
-                grad = torch.randn_like(answers["SDPA"])
-                ways = {way: _grad(answer, leaves, grad) for way, answer in answers.items()}
-                goals = {"native, backward": goal}
-                bench.compare(f"{dtype} 1x12x{length}x64 {name} backward", "SDPA", ways, goals)
-
-
-def _grad(answer: torch.Tensor, leaves: list[Any], grad: torch.Tensor) -> Callable:
-    return lambda: torch.autograd.grad(answer, leaves, grad, retain_graph=True)
-
-
-def part_decode(bench: Bench) -> None:
-    """One query over a long cache."""
-    impl = "native" if built() else "tiled"
-    for length in (4096, 32768) if bench.quick else (4096, 16384, 32768):
-        q, k, v = inputs((1, 12, 1, 64), torch.float32, sources=length)
-        ways = {
-            "SDPA": sdpa(q, k, v, None),
-            f"{impl}, none read": ours(q, k, v, masks.causal(), None, impl),
-            "torch.sum of K and V": lambda k=k, v=v: (k.sum(), v.sum()),
-        }
-        bench.compare(
-            f"fp32 decode, cache {length}", "SDPA", ways, {f"{impl}, none read": "<= 0.67"}
+def show(about: dict[str, Any], rows: list[Row]) -> None:
+    print("  ".join(f"{name} {value}" for name, value in about.items()))
+    width = max(len(row.name) for row in rows)
+    print(f"{'':{width}}  {'peer':>12} {'theirs':>13} {'ours':>13} {'ratio':>6}  error (theirs)")
+    for row in rows:
+        limit = "" if row.limit is None else f" <= {row.limit}"
+        missed = " MISSED" if row.limit is not None and row.ratio > row.limit else ""
+        error = "" if row.error is None else f"{row.error:.1e} ({row.peer_error:.1e})"
+        print(
+            f"{row.name:{width}}  {row.peer:>12} {spread(row.theirs, row.unit):>13} "
+            f"{spread(row.ours, row.unit):>13} {row.ratio:5.2f}x{limit}{missed}  {error} {row.note}"
         )
 
 
-def part_small(bench: Bench) -> None:
-    """Short sequences, and the bare cost of a call."""
-    impls = ["native", "tiled"] if built() else ["tiled"]
-    for shape, goal in (((32, 8, 64, 32), "<= 0.50"), ((1, 4, 64, 64), "<= 0.77")):
-        q, k, v = inputs(shape, torch.float32)
-        ways = {"SDPA": sdpa(q, k, v, None)}
-        ways |= {f"{impl}, none read": ours(q, k, v, None, None, impl) for impl in impls}
-        work = f"fp32 {'x'.join(map(str, shape))} full"
-        bench.compare(work, "SDPA", ways, {"native, none read": goal}, times=50)
-    q, k, v = inputs((1, 1, 4, 3), torch.float32)
-    ways = {"SDPA": sdpa(q, k, v, None), "attend": ours(q, k, v, None)}
-    bench.compare("fp32 1x1x4x3, a call", "SDPA", ways, {"attend": "<= 12 us"}, times=2000)
+def spread(values: list[float], unit: str) -> str:
+    """Median and half the distance between the quartiles."""
+    factor = {"ms": 1e3, "MB": 1e-6}[unit]
+    middle = statistics.median(values) * factor
+    if len(values) < 4:
+        return f"{middle:.0f} {unit}"
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{middle:.0f} ±{(high - low) / 2 * factor:.0f} {unit}"
 
 
-def part_peers(bench: Bench) -> None:
-    """The other ways to get context or weights at T = 1024."""
-    length, width, heads = 1024, 64, 12
-    q, k, v = inputs((1, heads, length, width), torch.float32)
-    layer = torch.nn.MultiheadAttention(heads * width, heads, batch_first=True).eval()
-    layer_ours = ch.MultiheadAttention(heads * width, heads, batch_first=True).eval()
-    x = torch.randn(1, length, heads * width)
-    blocked = masks.causal().to_multihead(length)
-    allowed = masks.causal().dense(length)
-
-    def eager() -> torch.Tensor:
-        scores = (q @ k.mT / width**0.5).masked_fill(~allowed, -torch.inf)
-        return scores.softmax(-1) @ v
-
-    ways = {
-        "SDPA": sdpa(q, k, v, masks.causal()),
-        "SDPA, bool mask": sdpa(q, k, v, masks.causal(), bool_mask=True),
-        "eager, weights": eager,
-        "attend": ours(q, k, v, masks.causal()),
-        "attend, five read": ours(q, k, v, masks.causal(), FIVE),
-        "attend, Weights read": ours(q, k, v, masks.causal(), readings.Weights()),
-    }
-    bench.compare(f"fp32 1x12x{length}x64 causal", "SDPA", ways, {})
-    with torch.no_grad():
-        ways = {
-            "torch MHA": lambda: layer(x, x, x, attn_mask=blocked, need_weights=False),
-            "torch MHA, weights": lambda: layer(x, x, x, attn_mask=blocked),
-            "our MHA": lambda: layer_ours(x, x, x, mask=masks.causal(), need_weights=False),
-            "our MHA, five read": lambda: layer_ours(x, x, x, mask=masks.causal(), read=FIVE),
-        }
-        bench.compare(f"fp32 layer 1x{length}x768 causal", "torch MHA", ways, {})
-
-
-def part_train(bench: Bench) -> None:
-    """A training step of the default GPT, attending by clearhead and by SDPA."""
-    from clearhead.models import gpt
-    from clearhead.models.train import loss_of
-
-    model = gpt.GPT(96, dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(96, (16, 129))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, (tokens[:, :-1], tokens[:, 1:], None)).backward()
-        optimizer.step()
-
-    def on_sdpa() -> None:
-        kept, gpt.attend = gpt.attend, _sdpa_as_attend
-        try:
-            step()
-        finally:
-            gpt.attend = kept
-
-    ways = {"on SDPA": on_sdpa, "on attend": step}
-    bench.compare("training step, default GPT", "on SDPA", ways, {"on attend": "<= 0.87"})
-
-
-def _sdpa_as_attend(q: Any, k: Any, v: Any, mask: Any, *, read: Any, dropout: float) -> Any:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-
-
-def part_memory(bench: Bench) -> None:
-    """Bytes that a call takes beyond its inputs, each in a process of its own."""
-    for name in ("tiled none", "tiled five", "native none", "native five", "eager none"):
-        if name.startswith("native") and not built():
-            continue
-        sizes = (2048, 4096) if name.startswith("eager") else (2048, 4096, 8192)
-        found = [_child_memory(name, length) for length in sizes]
-        shown = ", ".join(f"{length}: {mb:.1f} MB" for length, mb in zip(sizes, found, strict=True))
-        taken = dict(zip(sizes, found, strict=True))
-        row = {"work": "memory, fp32 1x12xTx64 causal", "way": name, "MB": taken}
-        bench.rows.append(row)
-        print(f"{row['work']:<34} {name:<24} {shown}", flush=True)
-
-
-def _child_memory(name: str, length: int) -> float:
-    command = [sys.executable, __file__, "--memory-of", name, str(length)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout)
-
-
-def memory_of(name: str, length: int) -> float:
-    """Peak MB of one call over what was there before, context and readings included."""
-    impl, what = name.split()
-
-    def call(q: Any, k: Any, v: Any) -> Any:
-        if impl == "eager":
-            allowed = masks.causal().dense(q.shape[-2])
-            return (q @ k.mT / 8).masked_fill(~allowed, -torch.inf).softmax(-1) @ v
-        return ch.attend(q, k, v, masks.causal(), read=READ[what], impl=impl)
-
-    call(*inputs((1, 12, 256, 64), torch.float32))
-    tensors = inputs((1, 12, length, 64), torch.float32)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak so far (Linux)
-    before = _status("VmRSS")
-    answer = call(*tensors)
-    peak = _status("VmHWM")
-    del answer
-    return peak - before
-
-
-def _status(name: str) -> float:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
-
-
-def part_start(bench: Bench) -> None:
-    """What importing adds to torch, and the whole of `clearhead look hell`."""
-    ways = {
-        "import torch": [sys.executable, "-c", "import torch"],
-        "import clearhead": [sys.executable, "-c", "import torch, clearhead"],
-        "clearhead look hell": [sys.executable, "-m", "clearhead", "look", "hell"],
-    }
-    runs = {
-        name: lambda command=command: subprocess.run(command, capture_output=True, check=True)
-        for name, command in ways.items()
-    }
-    clock = bench.clock if bench.clock is time.perf_counter else _children
-    found = measure.interleave(runs, bench.rounds, clock)
-    base = found["import torch"]["median"]
-    for name, numbers in found.items():
-        goal = {"import clearhead": "<= +150 ms", "clearhead look hell": "<= 5 s"}.get(name, "")
-        row = {"work": "start of a process", "way": name, "ms": numbers["median"] * 1e3,
-               "spread": numbers["spread"], "ratio": numbers["median"] / base, "goal": goal,
-               "over torch, ms": (numbers["median"] - base) * 1e3}  # fmt: skip
-        bench.rows.append(row)
-        print(f"{text(row)} {row['over torch, ms']:+.0f} ms", flush=True)
-
-
-def _children() -> float:
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
-PARTS = {
-    name.removeprefix("part_"): part
-    for name, part in list(globals().items())
-    if name.startswith("part_")
-}
+def save(about: dict[str, Any], rows: list[Row], path: Path) -> None:
+    """Write the results whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump({"about": about, "rows": [asdict(row) for row in rows]}, file, indent=1)
+        file.write("\n")
+    os.replace(file.name, path)
+    print(f"Wrote {path}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts only")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of wall time")
-    parser.add_argument("--shape", help="one's own case: batch,head,position,head_dim")
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
-    parser.add_argument("--mask", help='an expression, such as "causal & window(256)"')
-    parser.add_argument("--read", default="five", choices=READ)
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    if options.memory_of:
-        print(memory_of(options.memory_of[0], int(options.memory_of[1])))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
+    parser.add_argument("--only", choices=GROUPS, nargs="+", help="some groups of rows")
+    parser.add_argument("--threads", type=int, help="torch's threads (1 with --cpu-time)")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time on one thread")
+    parser.add_argument("--rounds", type=int, help="how often A and B take turns (9; quick: 3)")
+    parser.add_argument("--shape", help="batch,head,position,head_dim of your own case")
+    parser.add_argument("--dtype", default="float32", help="its dtype")
+    parser.add_argument("--mask", help='its mask, such as "causal & window(256)"')
+    parser.add_argument("--read", help='its readings, such as "Entropy(), TopK(8)"')
+    parser.add_argument("--impl", help="its implementation (the first that can serve)")
+    parser.add_argument("--out", type=Path, help="where to write (benchmarks/results/run.json)")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(child(args.child[0], int(args.child[1])))
         return
-    bench = Bench(options.quick, options.cpu_time)
-    about = {**measure.machine(), "clock": bench.clock.__name__}
-    print(*(f"{name:<10} {value}" for name, value in about.items()), sep="\n")
-    if options.shape:
-        shape = tuple(map(int, options.shape.split(",")))
-        mask = masks.parse(options.mask) if options.mask else None
-        impls = (["native"] if built() else []) + ["tiled"]
-        read = ("none",) if options.read == "none" else ("none", options.read)
-        one_case(bench, shape, options.dtype, mask, impls, read=read)
-        return
-    about["limits"] = measure.limits()
-    print(*(f"{name:<20} {value:.0f}" for name, value in about["limits"].items()), sep="\n")
-    with torch.set_grad_enabled(True):
-        for name in chosen(options):
-            PARTS[name](bench)
-    print(f"Wrote {measure.save('run', {'machine': about, 'rows': bench.rows})}")
-
-
-def chosen(options: argparse.Namespace) -> Iterator[str]:
-    yield from options.only or PARTS
+    if args.cpu_time or args.threads:
+        torch.set_num_threads(args.threads or 1)
+    args.clock = time.process_time if args.cpu_time else time.perf_counter
+    args.rounds = args.rounds or (3 if args.quick else 9)
+    groups = [own_row] if args.shape else [GROUPS[name] for name in args.only or GROUPS]
+    with torch.no_grad():
+        rows = [row for group in groups for row in group(args)]
+    about = machine(args)
+    show(about, rows)
+    if not args.shape or args.out:
+        save(about, rows, args.out or HERE / "results" / "run.json")
 
 
 if __name__ == "__main__":
