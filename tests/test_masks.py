@@ -501,6 +501,7 @@ def test_sizes_that_disagree_raise_with_both() -> None:
         (lambda: masks.causal(None), ValueError, "align"),
         (lambda: masks.lengths([3, -1]), ValueError, "0 or more; got -1"),
         (lambda: masks.lengths([[3]]), ValueError, "one a sample"),
+        (lambda: masks.lengths(None), TypeError, "as integers"),
         (lambda: masks.lengths([1.5]), TypeError, "as integers"),
         (lambda: masks.lengths([True]), TypeError, "keep"),
         (lambda: masks.keep([1, 0]), TypeError, "from_huggingface"),

@@ -32,6 +32,8 @@ def lengths(
     One length for all samples, or one a sample, (batch,). `query` also empties the rows of
     padded queries.
     """
+    if source is None:
+        raise type_error("source", "takes lengths, as integers", got="None")
     sides = {"source": source, "query": query}
     found = {name: _lengths(name, side) for name, side in sides.items() if side is not None}
     counts = {len(side) for side in found.values() if side.dim() and len(side) != 1}
