@@ -209,8 +209,9 @@ class TestLargeScores:
         torch.testing.assert_close(lse.double(), scores.amax(-1), rtol=1e-5, atol=0)
         context.sum().backward()
         counts = torch.zeros(1, 2, 9).scatter_add_(-1, best, torch.ones(1, 2, 9))
-        assert not query.grad.any()
-        assert torch.equal(value.grad, counts[..., None].expand_as(value))
+        gradients: list[Any] = [query.grad, value.grad]
+        assert not gradients[0].any()
+        assert torch.equal(gradients[1], counts[..., None].expand_as(value))
 
     @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 1e38, 3e38, 1e300])
     def test_a_scale_beyond_all_scores_never_passes_for_a_small_one(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def whole(text: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits and weights as the model itself gives them, without any watching."""
     from clearhead.readings import Weights
 
-    model = models.load()
+    model: Any = models.load()
     with torch.no_grad():
         logits, weights = model(model.vocabulary.encode(text)[None], read=Weights())
     return logits[0], [layer[0] for layer in weights]

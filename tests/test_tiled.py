@@ -106,7 +106,7 @@ class TestValues:
     @pytest.mark.parametrize("batch", [(), (0,), (2, 3)])
     def test_sizes_of_none_and_one(self, shape: Any, batch: Any) -> None:
         read = tuple(r for r in ALL if not isinstance(r, readings.Rows))
-        p = problem(*shape, masks.causal(), batch=batch)
+        p = problem(shape[0], shape[1], masks.causal(), batch=batch)
         agree(tiled.attend(p, read), reference.attend(p, read))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -222,7 +222,7 @@ class TestGradients:
     def test_gradcheck_twice(self, features: str) -> None:
         mask = random_mask(2, 2, 3, 4)
         mask[0, 1, 1] = False
-        more = {k: v[:2].double() if isinstance(v, Tensor) and v.ndim else v
+        more: Any = {k: v[:2].double() if isinstance(v, Tensor) and v.ndim else v
                 for k, v in FEATURES[features].items()}  # fmt: skip
         p = problem(3, 4, mask, head=2, width=2, dtype=torch.float64, **(more | {"value": 2}))
         read = (readings.Entropy(), readings.Mass(masks.first(2)), readings.Received())
@@ -398,7 +398,7 @@ class TestMemory:
         monkeypatch.setattr(tiled, "ELEMENTS", 1 << 12)
         monkeypatch.setattr(tiled, "ROWS", 8)
         size = 300
-        more = {"bias": torch.zeros(1, size)} if features == "bias" else FEATURES[features]
+        more: Any = {"bias": torch.zeros(1, size)} if features == "bias" else FEATURES[features]
         p = problem(size, size, mask, batch=(), head=1, group=1, **more)
         read = tuple(r for r in ALL if not isinstance(r, (readings.Weights, readings.Scores)))
         p.query.requires_grad_()

@@ -68,7 +68,7 @@ def chosen(layers: Any, heads: Any) -> Chosen:
             got=list(which),
             hint="see the numbers with watch, whose records have them as record.layer",
         )
-    listed = [heads] if isinstance(heads, Integral) or _is_pair(heads) else heads
+    listed: Any = [heads] if isinstance(heads, Integral) or _is_pair(heads) else heads
     listed = list(listed) if isinstance(listed, Iterator) else listed
     if listed is None or not any(_is_pair(head) for head in listed):
         return Chosen(which, numbers("heads", listed), None)

@@ -37,8 +37,8 @@ def serves(problem: Problem) -> bool:
 def differentiates(problem: Problem, lse: Tensor | None, gradients: Sequence[Any]) -> bool:
     """Say whether the kernel gives the gradient: of the context alone, with a known log-sum-exp."""
     context, *readings = gradients
-    alone = context is not None and all(x is None for x in readings)
-    if lse is None or not alone or not _knows(problem):
+    alone = all(x is None for x in readings)
+    if lse is None or context is None or not alone or not _knows(problem):
         return False
     # It takes weights from scores it computes again, rounded otherwise than the log-sum-exp.
     return _largest(context) < TAME and _largest(lse.masked_fill(lse == -INF, 0)) < CLOSE

@@ -9,7 +9,7 @@ is torch's fused one where it means the same, or computes each strip again under
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def readings_only(problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
         return [reading.finish(part) for reading, part in zip(read, parts, strict=True)]
 
 
-def _inputs(problem: Problem) -> tuple[Tensor | None, ...]:
+def _inputs(problem: Problem) -> tuple[Any, ...]:
     return problem.query, problem.key, problem.value, problem.bias, problem.sinks
 
 
@@ -68,7 +68,7 @@ def _wants_gradient(problem: Problem) -> bool:
 
 def _forward(
     problem: Problem, read: tuple[Reading, ...], mix: bool = True
-) -> tuple[Tensor, Tensor | None, list]:
+) -> tuple[Any, Tensor | None, list[Any]]:
     """Context, log-sum-exp where it is known, and the part of each reading."""
     if not _stream.serves(problem):
         return _by_strips(problem, read, mix)
@@ -119,7 +119,7 @@ class _Call:
         nothing = [Piece(slice(0, 0), slice(0, 0), slice(0, 0))]
         return plan(self.problem, height) or nothing
 
-    def cut(self, piece: Piece) -> tuple[Tensor | None, ...]:
+    def cut(self, piece: Piece) -> tuple[Any, ...]:
         """The piece's share of query, key, value, bias and sinks."""
         bias = None if self.bias is None else take_bias(self.bias, piece)
         query = self.query[..., piece.rows, :]
@@ -257,8 +257,8 @@ def _share_of(reading: Reading, share: Any, piece: Piece, index: int) -> Any:
     if isinstance(share, Blocks):
         return Blocks((share.pieces[index],), share.query, share.source)
     if isinstance(share, PerQuery):
-        axis, start = reading.axis, piece.rows.start
-        values = (
+        axis, start = cast("Any", reading).axis, piece.rows.start
+        values: Any = (
             None if x is None else x.narrow(axis, start, piece.rows.stop - start)
             for x in share.values
         )
