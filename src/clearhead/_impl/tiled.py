@@ -235,7 +235,10 @@ def _strip_gradient(
     ]
     for index, piece in enumerate(call.pieces()):
         cut = [None if x is None else x.detach().to(dtype) for x in call.cut(piece)]
-        cut = [x.requires_grad_() if need else x for x, need in zip(cut, needs, strict=True)]
+        cut = [
+            x.requires_grad_() if need and x is not None else x
+            for x, need in zip(cut, needs, strict=True)
+        ]
         with torch.enable_grad():
             strip, allowed = call.weigh(piece, tuple(cut))
             outputs, gradients = [], []
