@@ -7,7 +7,7 @@ OLD    ?= .cache/transformers-5.17
 STAMP   = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test real old check bench checkpoint clean
+.PHONY: help demo test real old sanitize fuzz check bench checkpoint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -39,13 +39,20 @@ $(OLD)/.fetched: $(STAMP)
 	$(BIN)/python -m pip install --quiet --target $(OLD) -c $(OLD)/constraints.txt "transformers==5.17.0"
 	touch $@
 
+sanitize: $(STAMP)  ## run the kernel's tests under address, undefined-behaviour and thread sanitizers
+	PYTHON=$(BIN)/python native/sanitize.sh
+
+fuzz: $(STAMP)  ## send 100,000 random problems through the kernel
+	$(BIN)/python -m tests.fuzz_native 100000
+
 check: $(STAMP)  ## format, lint and types
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/basedpyright
 
-bench: $(STAMP)  ## measure this machine (a table on the terminal)
+bench: $(STAMP)  ## measure this machine (tables on the terminal)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/native.py
 
 checkpoint: $(STAMP)  ## train the shipped GPT again, from its seed
 	$(BIN)/python -m clearhead.models.train
