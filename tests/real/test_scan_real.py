@@ -24,7 +24,7 @@ if not (MODELS / "smollm2" / "config.json").exists():
     pytest.skip(f"no models in {MODELS}: run `make real`", allow_module_level=True)
 
 # A larger slice can be asked for: the whole promise is one megabyte.
-BYTES = int(os.environ.get("CLEARHEAD_SCAN_BYTES", 24_000))
+BYTES = int(os.environ.get("CLEARHEAD_SCAN_BYTES", 4_000))
 
 
 @pytest.fixture(scope="module")
