@@ -44,7 +44,6 @@ class View:
     weights: Tensor  # (lead, rows, columns); 0 where blocked
     logs: Tensor  # log2 of `weights` before they were divided by `total`; 0 where blocked
     total: Tensor  # (lead, rows); 1 for an empty row
-    lse: Tensor  # (lead, rows)
     blocked: list[tuple[slice, Tensor]]  # columns of the piece, and where they are blocked
 
     @cached_property

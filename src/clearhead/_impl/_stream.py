@@ -54,7 +54,9 @@ def attend(
     """Context (unless not to `mix`), log-sum-exp, and parts: None for readings not known here."""
     query, dtype = problem.query, problem.dtype
     lead, rows = query.shape[:-2], query.shape[-2]
-    lse = torch.full((prod(lead), rows), -INF, dtype=dtype)
+    # Rows that no strip holds may read nothing: their sum is 0.
+    total = torch.zeros(prod(lead), rows, dtype=dtype)
+    shift = torch.zeros_like(total)
     # Without a mask every row is written.
     make = torch.empty if problem.mask is None else torch.zeros
     context = make(prod(lead), rows, problem.value.shape[-1] if mix else 0, dtype=dtype)
@@ -62,15 +64,14 @@ def attend(
     found = gatherers(problem, wanted, height)
     busy = [each for each in found if each]
     values = _Values(problem.value.flatten(0, -3).to(dtype))
-    for view in _views(problem, height, any(each.needs_logs for each in busy)):
-        at = (view.leads, view.piece.rows)
-        lse[at] = view.lse
+    for view in _views(problem, height, any(each.needs_logs for each in busy), total, shift):
         if mix:
-            values.mix(view, context[at])
+            values.mix(view, context[view.leads, view.piece.rows])
         if busy:
             view.normalize()
         for each in busy:
             each.see(view)
+    lse = torch.where(shift == INF, INF, total.log2().add_(shift).mul_(LN2))
     positions = torch.arange(rows)
     parts: list[Any] = [each and each.part(positions, lead) for each in found]
     for i, reading in enumerate(wanted):
@@ -122,11 +123,18 @@ def _nan_last(x: float) -> float:
     return x if x == x else INF
 
 
-def _views(problem: Problem, height: int, logs_too: bool) -> Iterator[View]:
-    """Compute strip after strip; a view is only good until the next one comes."""
+def _views(
+    problem: Problem, height: int, logs_too: bool, totals: Tensor, shifts: Tensor
+) -> Iterator[View]:
+    """Compute strip after strip; a view is only good until the next one comes.
+
+    What each row's weights sum to, and what was subtracted before, is noted in the two tensors.
+    """
     group, dtype = problem.group, problem.dtype
     query, scale = problem.query.flatten(0, -3), problem.scale
     key = problem.key.flatten(0, -3).to(dtype)
+    factor = LOG2E * (scale if scale > 0 else 1)
+    tame = _tame(problem)
     room = [Buffer(dtype), Buffer(dtype)]
     for piece, shut, sources in _jobs(problem, height):
         rows = piece.rows.stop - piece.rows.start
@@ -141,22 +149,37 @@ def _views(problem: Problem, height: int, logs_too: bool) -> Iterator[View]:
         blocked = [(side, tiles[which[leads]]) for side, tiles, which in shut]
         for side, closed in blocked:
             logs[..., side].masked_fill_(closed, -INF)
-        shift = _lower(logs, LOG2E * (scale if scale > 0 else 1))
+        # Where nothing is blocked and nothing overflows, no row is empty.
+        empty = bool(blocked) or not tame
+        shift = shifts[leads, piece.rows]
+        _lower(logs, factor, shift, empty, tame)
         weights = room[1].take(logs.shape) if logs_too else logs
         torch.exp2(logs, out=weights)
         if logs_too:
             for side, closed in blocked:
                 logs[..., side].masked_fill_(closed, 0)
-        total = weights.sum(-1)
-        lse = torch.where(shift == INF, INF, (total.log2() + shift) * LN2)
-        total.masked_fill_(total == 0, 1)
-        yield View(problem, piece, leads, weights, logs, total, lse, blocked)
+        total = totals[leads, piece.rows]
+        torch.sum(weights, -1, out=total)
+        if empty:
+            total = total.masked_fill(total == 0, 1)
+        yield View(problem, piece, leads, weights, logs, total, blocked)
+
+
+def _tame(problem: Problem) -> bool:
+    """Say whether no score can be LARGE; without looking at what a mask blocks."""
+    size = abs(problem.scale) * problem.query.shape[-1]
+    for x in (problem.query, problem.key):
+        low, high = torch.aminmax(x.detach())
+        size *= max(high.item(), -low.item(), key=_nan_last)
+    return size * LOG2E < LARGE  # not so where it is NaN
 
 
 def _height(problem: Problem) -> int:
     """How many rows a strip has."""
     row = problem.group * problem.key.shape[-2]
-    return min(max(ELEMENTS // row, 16), ROWS) * _threads()
+    height = min(max(ELEMENTS // row, 16), ROWS)
+    # Twice the rows are half the calls, but under a mask more of what they compute is blocked.
+    return height if problem.mask is not None else height * max(_threads(), 2)
 
 
 def _threads() -> int:
@@ -164,21 +187,30 @@ def _threads() -> int:
     return min(torch.get_num_threads(), 4)
 
 
-def _lower(logs: Tensor, factor: float) -> Tensor:
-    """Scale and subtract each row's largest score, in place; return what was subtracted.
+def _elements() -> int:
+    """How many elements a buffer has. Several threads need long operations more than a cache."""
+    threads = _threads()
+    return ELEMENTS * threads * (2 if threads > 1 else 1)
+
+
+def _lower(logs: Tensor, factor: float, top: Tensor, empty: bool, tame: bool) -> None:
+    """Scale and subtract each row's largest score, in place; write to `top` what was subtracted.
 
     One multiply-add: the large scores themselves are never rounded.
     """
-    top = logs.amax(-1).mul_(factor)
-    top.masked_fill_(top == -INF, 0)
+    torch.amax(logs, -1, out=top)
+    top.mul_(factor)
+    if empty:
+        top.masked_fill_(top == -INF, 0)
     torch.add(top.neg().unsqueeze(-1), logs, alpha=factor, out=logs)
+    if tame:
+        return
     large = top.abs() > LARGE
     if large.any():
         # Here what rounded the largest score is itself large: its own place is where 0 is.
         rest = torch.where(large & top.isfinite(), logs.amax(-1), 0)
         logs.sub_(rest.unsqueeze(-1))
         top += rest
-    return top
 
 
 def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], slice]]:
@@ -188,6 +220,7 @@ def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], sli
     blocks is too much to keep.
     """
     leads, held = prod(problem.key.shape[:-2]), height * problem.group
+    threads = _threads()
     pieces = [piece for piece in plan(problem, height) if piece.width]
     # The mask may differ between all samples and heads.
     tiles = prod(problem.query.shape[:-2]) if problem.mask is not None else 1
@@ -195,7 +228,9 @@ def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], sli
 
     def step(piece: Piece) -> int:
         """How many source leads a buffer holds; narrow strips come with several heads."""
-        return max(1, round(ELEMENTS * _threads() / (held * piece.width)))
+        size = round(_elements() / (held * piece.width))
+        # Each thread multiplies the matrices of whole heads.
+        return max(1, size - size % threads if size > threads else size)
 
     for size, alike in groupby(pieces, step):
         chunks = [slice(at, min(at + size, leads)) for at in range(0, leads, size)]
