@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from clearhead._audit.runner import Change, Runner
 from clearhead._audit.subject import Inputs, Output
+from clearhead._watch.call import from_sdpa
 from clearhead.attention import attend
 from clearhead.masks import Mask
 
@@ -155,7 +156,8 @@ def _sort(
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]] | None:
     """Sort a call's arguments into those with positions and those that must stay as they are."""
     if func in ATTENTION:
-        names = inspect.signature(_sdpa if func is not attend else attend).parameters
+        # torch's builtin has no signature of its own; what describes its calls has the same.
+        names = inspect.signature(attend if func is attend else from_sdpa).parameters
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         positions = tuple(given.pop(name) for name in ("query", "key", "value"))
         if any(_where(tensor, inputs, None) is None for tensor in positions):
@@ -178,19 +180,6 @@ def _sort(
 def _plain(value: Any, inputs: Inputs) -> Any:
     size = inputs.positions
     return value.dense(size, size, batch=inputs.batch) if isinstance(value, Mask) else value
-
-
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Name the arguments of the builtin, which has no signature of its own."""
 
 
 def _where(tensor: Tensor, inputs: Inputs, sources: Tensor | None) -> Tensor | None:

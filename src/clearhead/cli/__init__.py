@@ -15,7 +15,7 @@ from importlib import import_module
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = ("look", "mask", "train", "generate", "scan", "heads", "audit", "info")
-OK, FINDING, MISUSE = 0, 1, 2
+OK, MISUSE = 0, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
