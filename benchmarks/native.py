@@ -226,7 +226,7 @@ def small_rows() -> list[Row]:
 
 
 def layer_rows() -> list[Row]:
-    """Weights from whoever shows them, and a training step of the default GPT."""
+    """Weights from whoever shows them, and the layer as a whole."""
     q, k, v = tensors((1, 12, 1024, 64), torch.float32)
     layer = torch.nn.MultiheadAttention(768, 12, batch_first=True)
     ours = ch.MultiheadAttention(768, 12, batch_first=True)
@@ -384,8 +384,8 @@ PAGE = """
 Made by `python benchmarks/native.py --write`, on the machine and the commit below. A ratio above 1
 is how many times longer the other takes; below 1 we lose. "of FMA peak" is the share of the
 multiply-adds that this machine does when it does nothing else, measured in the same run. Goals are
-those the project set itself; some are beyond what this machine's peak allows: SDPA itself reaches
-two thirds of the float32 peak here, so that no kernel can be more than 1.5 times as fast.
+those the project set itself on another machine; where SDPA itself reaches a large share of the
+peak, some of them are beyond what any kernel can reach.
 """
 
 

@@ -20,7 +20,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -293,10 +292,11 @@ def spread(values: list[float], unit: str) -> str:
 def save(about: dict[str, Any], rows: list[Row], path: Path) -> None:
     """Write the results whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump({"about": about, "rows": [asdict(row) for row in rows]}, file, indent=1)
-        file.write("\n")
-    os.replace(file.name, path)
+    part = path.with_suffix(".part")
+    part.write_text(
+        json.dumps({"about": about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
+    )
+    os.replace(part, path)
     print(f"Wrote {path}")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import _impl, masks, readings
@@ -743,3 +744,45 @@ class TestChoice:
             with pytest.raises(ValueError, match=r"(?s)cannot serve.*- one.*- another"):
                 ch.attend(x, x, x, impl=module.NAME)
         torch.testing.assert_close(ch.attend(x, x, x), ch.attend(x, x, x, impl="reference"))
+
+
+class TestDefaultDtype:
+    """What torch.set_default_dtype says is not for buffers that the caller never sees."""
+
+    READ = (
+        readings.LogSumExp(), readings.TopK(3), readings.Entropy(), readings.Received(),
+        readings.BlockMap(3), readings.Mass(masks.first(2)), readings.Distance(),
+        readings.Rows([0, -1]), readings.Weights(), readings.Overlap(),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("size", [4, 300])
+    def test_it_changes_no_bit(self, implementation: Any, default: Any, size: int) -> None:
+        torch.manual_seed(3)
+        query = torch.randn(1, 4, size, 16)
+        key, value = torch.randn(1, 2, size + 7, 16), torch.randn(1, 2, size + 7, 24)
+
+        def run() -> list[torch.Tensor]:
+            leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+            context, values = implementation(*leaves, masks.causal(), read=self.READ)
+            grads = torch.autograd.grad(context.sum(), leaves)
+            return [context, *tree_leaves(values), *grads]
+
+        expected = run()
+        torch.set_default_dtype(default)
+        try:
+            got = run()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [x.dtype for x in got] == [x.dtype for x in expected]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+    def test_a_reading_of_ones_own_kind_is_not_taken_for_its_parent(
+        self, implementation: Any
+    ) -> None:
+        class Bits(readings.Entropy):
+            """Its parent, under another name."""
+
+        x = torch.randn(1, 2, 9, 8)
+        _, (ours, theirs) = implementation(x, x, x, read=(Bits(), readings.Entropy()))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

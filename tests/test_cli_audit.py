@@ -85,3 +85,8 @@ def test_the_other_questions(words, code):
 def test_misuse_is_a_clear_error(words, message):
     with pytest.raises(ValueError, match=message):
         command(*words)
+
+
+def test_a_text_for_a_factory_is_refused():
+    with pytest.raises(ValueError, match="--text: needs a model with a tokenizer"):
+        command(f"{HERE}:tokens_only", "--text", "hello")

@@ -78,6 +78,14 @@ def test_no_file_bears_the_name_of_a_public_function() -> None:
     assert not functions & modules
 
 
+def test_a_kernel_that_was_built_loads() -> None:
+    """Or the tests of the kernel would be skipped, and nobody would notice."""
+    from clearhead._impl import _kernel
+
+    assert "does not load" not in _kernel.MISSING, _kernel.MISSING
+    assert _kernel._native is not None or not list(SOURCE.glob("_impl/_native*"))
+
+
 def test_import_is_light() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import clearhead; "

@@ -25,7 +25,7 @@ from tests.cases import CASES, Case, naive
 kernel: Any = _kernel._native
 ISAS = kernel.available() if kernel else []
 if kernel is None:
-    pytest.skip(native.NOT_BUILT, allow_module_level=True)
+    pytest.skip(_kernel.MISSING, allow_module_level=True)
 
 
 @pytest.fixture(params=ISAS)

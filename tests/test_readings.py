@@ -280,3 +280,9 @@ class TestMistakes:
     def test_repr(self) -> None:
         assert repr(readings.TopK(8)) == "TopK(k=8)"
         assert repr(readings.Entropy()) == "Entropy(normalized=False)"
+
+
+def test_true_and_false_are_no_positions() -> None:
+    for positions in ([True, 0], [False, 0]):
+        with pytest.raises(TypeError, match="queries: takes positions"):
+            readings.Rows(positions)

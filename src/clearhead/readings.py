@@ -301,7 +301,9 @@ class Rows(_SumReading):
     def __init__(self, queries: int | Sequence[int] | Tensor):
         given = queries.tolist() if isinstance(queries, Tensor) else queries
         given = [given] if isinstance(given, int) else list(given)
-        if not all(isinstance(position, int) and position is not True for position in given):
+        if not all(
+            isinstance(position, int) and not isinstance(position, bool) for position in given
+        ):
             raise type_error("queries", "takes positions, as integers", got=repr(queries))
         self.queries = tuple(given)
 
@@ -539,7 +541,9 @@ class BlockMap(Reading):
 
     def edges(self, strip: Strip) -> Tensor:
         """How many edges each tile has, blocked ones too."""
-        ones = torch.ones(max(strip.query, strip.source), device=strip.lse.device)
+        ones = torch.ones(
+            max(strip.query, strip.source), dtype=torch.float32, device=strip.lse.device
+        )
         down = by_cell(ones[: strip.query], self.cells, torch.sum)
         return (down[:, None] * by_cell(ones[: strip.source], self.cells, torch.sum)).to(strip.lse)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import _impl, readings
+from clearhead._choice import numbers
 from clearhead._cut import joined
 from clearhead._watch import cost, hub, look, store
 from clearhead._watch.call import Call
@@ -136,10 +137,16 @@ def estimate(
     """
     wanted = (read,) if isinstance(read, Reading) else tuple(read)
     sizes = cost.Sizes()
-    modules = Modules(_watchable(model))
-    with modules, (seer := Interceptor(sizes, modules)), hub.interface(seer):
-        cost.run_once(model, inputs)
-    chosen = _numbers("layers", layers)
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        sizes.calls.clear()
+        modules = Modules(_watchable(model))
+        with modules, (seer := Interceptor(sizes, modules)), hub.interface(seer):
+            yield
+
+    cost.run_once(model, inputs, watched)
+    chosen = numbers("layers", layers)
     total = 1 + max((call.layer for call in sizes.calls), default=-1)
     kept = None if chosen is None else {layer % total for layer in chosen}
     calls = [call for call in sizes.calls if kept is None or call.layer in kept]
@@ -246,8 +253,8 @@ class _Watcher(Handler):
         for reading in self.read:
             if not isinstance(reading, Reading):
                 raise type_error("read", "takes readings", got=type(reading).__name__)
-        self.layers, self.heads = _numbers("layers", layers), _numbers("heads", heads)
-        self.queries, self.calls = _numbers("queries", queries), _numbers("calls", calls)
+        self.layers, self.heads = numbers("layers", layers), numbers("heads", heads)
+        self.queries, self.calls = numbers("queries", queries), numbers("calls", calls)
         self.through = through
         self.on_call = on_call
         self.seen = Seen()
@@ -457,18 +464,6 @@ def _known(name: str, wanted: Any, there: Any, say: Callable[[int], str]) -> Non
             got=missing,
             hint="choose among " + ", ".join(known),
         )
-
-
-def _numbers(name: str, given: Any) -> tuple[int, ...] | None:
-    if given is None:
-        return None
-    numbers = (given,) if isinstance(given, int) else tuple(given)
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise type_error(name, "takes numbers", got=repr(number))
-    if not numbers:
-        raise value_error(name, "needs at least one number", got="none")
-    return numbers
 
 
 def _sample(total: int) -> list[int]:

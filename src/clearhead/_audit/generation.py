@@ -114,10 +114,8 @@ class _Way:
                 answer, cache = self.step(self.model, self._named(args, kwargs), cache)
                 return answer
 
-            forward.model = self.model  # type: ignore[attr-defined]
-            runner = Runner(_Held(forward, self.model), inputs, [])
             if watched == start:
-                return look(runner)
+                return look(Runner(_Held(forward, self.model), inputs, []))
             with torch.no_grad():
                 answer = forward(*inputs.args, **inputs.kwargs)
             found.append((start, outputs_of(answer, inputs)))

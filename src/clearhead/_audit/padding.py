@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,9 +171,11 @@ def _check_content(
 
 
 def _renamed(finding: Any, side: str) -> Any:
-    values = {**vars(finding), "kind": f"content of the {side} padding"}
-    values["hint"] = "what stands in the padding reaches real positions: is the mask passed on?"
-    return type(finding)(**values)
+    return replace(
+        finding,
+        kind=f"content of the {side} padding",
+        hint="what stands in the padding reaches real positions: is the mask passed on?",
+    )
 
 
 def _check_alone(model: Any, padded: _Padded, report: Report, restore: Any, float64: bool) -> None:

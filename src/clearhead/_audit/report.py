@@ -53,9 +53,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Give the report as plain data, ready for JSON."""
-        data = asdict(self)
-        data["findings"] = [asdict(finding) for finding in self.findings]
-        return {"ok": self.ok, **data}
+        return {"ok": self.ok, **asdict(self)}
 
     def __bool__(self) -> bool:
         return self.ok

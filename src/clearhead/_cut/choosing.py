@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from clearhead._choice import is_number, numbers
 from clearhead.errors import type_error, value_error
 
 __all__ = ["Chosen", "chosen", "numbers"]
@@ -88,27 +89,8 @@ def _is_pair(given: Any) -> bool:
 
 
 def _pair(given: Any) -> tuple[int, int]:
-    if not _is_pair(given) or not all(_is_number(number) for number in given):
+    if not _is_pair(given) or not all(is_number(number) for number in given):
         raise type_error(
             "heads", "takes head numbers or (layer, head) pairs, not both", got=repr(given)
         )
     return int(given[0]), int(given[1])
-
-
-def _is_number(given: Any) -> bool:
-    return isinstance(given, Integral) and not isinstance(given, bool)
-
-
-def numbers(name: str, given: int | Sequence[int] | Iterable[int] | None) -> tuple[int, ...] | None:
-    """Read one number or several; None stays None."""
-    if given is None:
-        return None
-    if isinstance(given, (str, bytes)) or not (isinstance(given, Iterable) or _is_number(given)):
-        raise type_error(name, "takes numbers", got=repr(given))
-    listed: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
-    for number in listed:
-        if not _is_number(number):
-            raise type_error(name, "takes numbers", got=repr(number))
-    if not listed:
-        raise value_error(name, "needs at least one number", got="none")
-    return listed

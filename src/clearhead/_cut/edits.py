@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._impl.problem import Sizes
 from clearhead._watch import look
 from clearhead._watch.call import Call
 from clearhead.attention import attend
@@ -50,11 +49,6 @@ def _samples(call: Call, samples: slice) -> Call:
 def device_of(call: Call) -> Any:
     """Give the device of a call."""
     return (call.scores if call.query is None else call.query).device  # pyright: ignore
-
-
-def _sizes(call: Call) -> Sizes:
-    batch, heads, query, source = call.sizes
-    return Sizes(query, source, batch, heads)
 
 
 def left(call: Call, edges: Mask) -> Call:

@@ -3,7 +3,7 @@
 w_ij is the weight that query i puts on source j. Every statistic is aggregated by one rule:
 
     the mean over all query rows that count. A row counts if its token is real (no padding), if it
-    may read at least one source, and, for a statistic that asks for certain edges (self, previous,
+    may read at least one source, and, for a statistic that asks for certain edges (previous,
     duplicate, induction, ...), if it has at least one such edge.
 
 So the row of a first token is no zero in the previous-token score: it has no previous token. What

@@ -117,7 +117,7 @@ def _add(total: Tensor, piece: Piece, x: Tensor) -> None:
 
 
 def _pieces(problem: Problem) -> Any:
-    """Strips with the mask as numbers to add and the rows that it leaves empty."""
+    """Strips that read anything, with the mask as numbers to add."""
     height = problem.query.shape[-2] if problem.mask is None else ROWS
     for piece in plan(problem, height):
         if piece.width:

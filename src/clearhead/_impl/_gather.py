@@ -133,7 +133,7 @@ def _tiles_of(start: int, stop: int, size: int, cells: int) -> tuple[int, list[s
 def _member(start: int, stop: int, size: int, cells: int) -> Tensor:
     """(tiles, rows): 1 where the row belongs to the tile."""
     _, spans = _tiles_of(start, stop, size, cells)
-    member = torch.zeros(len(spans), stop - start)
+    member = torch.zeros(len(spans), stop - start, dtype=torch.float32)
     for row, span in zip(member, spans, strict=True):
         row[span] = 1
     return member
@@ -175,7 +175,7 @@ class _Entropy:
 
     def __init__(self, problem: Problem, reading: Entropy):
         shape = (_leads(problem), problem.query.shape[-2])
-        self.entropy = torch.zeros(shape)
+        self.entropy = torch.zeros(shape, dtype=torch.float32)
         self.counts = torch.zeros(shape, dtype=torch.int64) if reading.normalized else None
 
     def see(self, view: View) -> None:
@@ -192,7 +192,7 @@ class _Distance:
     needs_logs = False
 
     def __init__(self, problem: Problem, reading: Distance):
-        self.found = torch.zeros(_leads(problem), problem.query.shape[-2])
+        self.found = torch.zeros(_leads(problem), problem.query.shape[-2], dtype=torch.float32)
         self.offset = problem.key.shape[-2] - problem.query.shape[-2]
 
     def see(self, view: View) -> None:
@@ -208,7 +208,7 @@ class _Mass:
     needs_logs = False
 
     def __init__(self, problem: Problem, reading: Mass, height: int):
-        self.found = torch.zeros(_leads(problem), problem.query.shape[-2])
+        self.found = torch.zeros(_leads(problem), problem.query.shape[-2], dtype=torch.float32)
         self.problem = replace(problem, mask=reading.edges)
         # Strip by strip, the sources that any edge leads to: seldom more than a few.
         self.pieces = {piece.rows.start: piece for piece in plan(self.problem, height)}
@@ -235,7 +235,7 @@ class _Received:
     needs_logs = False
 
     def __init__(self, problem: Problem, cells: int):
-        self.sums = torch.zeros(_leads(problem), problem.key.shape[-2])
+        self.sums = torch.zeros(_leads(problem), problem.key.shape[-2], dtype=torch.float32)
         # A block map's sums are those of its tiles' rows: they are shared.
         self.cells = cells
 
@@ -257,7 +257,7 @@ class _BlockMap:
         query, source = problem.query.shape[-2], problem.key.shape[-2]
         self.cells = reading.cells
         down, across = min(self.cells, query), min(self.cells, source)
-        self.sums = torch.zeros(_leads(problem), down, across)
+        self.sums = torch.zeros(_leads(problem), down, across, dtype=torch.float32)
         self.peaks = torch.zeros_like(self.sums)
         sizes = (torch.tensor(_bounds(size, self.cells)).diff() for size in (query, source))
         down, across = sizes
@@ -287,7 +287,8 @@ class _TopK:
     def __init__(self, problem: Problem, reading: TopK):
         self.k = reading.k
         shape = (_leads(problem), problem.query.shape[-2], self.k)
-        self.weights, self.sources = torch.zeros(shape), torch.full(shape, -1)
+        self.weights = torch.zeros(shape, dtype=torch.float32)
+        self.sources = torch.full(shape, -1)
 
     def see(self, view: View) -> None:
         weights, width = view.weights, view.weights.shape[-1]

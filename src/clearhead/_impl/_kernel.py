@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,14 @@ from clearhead.masks._data import Dense
 from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
-_native: Any
+_native: Any = None
+# Why the kernel is not there, where it is not.
+MISSING = "no C++ compiler was found when clearhead was installed"
 try:
-    from clearhead._impl import _native  # type: ignore[attr-defined]
-except ImportError:
-    _native = None
+    _native = import_module("clearhead._impl._native")
+except ImportError as error:
+    if not isinstance(error, ModuleNotFoundError):
+        MISSING = f"it was compiled, and does not load: {error}"
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # The kernel takes so many intervals a row.
@@ -223,7 +227,7 @@ class Results:
         if top := max((r.k for r in read if isinstance(r, readings.TopK)), default=0):
             self.top = self._new(*self.shape, top), torch.empty(*self.shape, top, dtype=torch.int64)
         if self._wants(readings.Received):
-            self.received = torch.zeros(self.slots, *self.shape[:2], self.source)
+            self.received = self._new(self.slots, *self.shape[:2], self.source).zero_()
         if self._wants(readings.BlockMap):
             self._make_cells(next(r.cells for r in read if isinstance(r, readings.BlockMap)))
         if self._wants(readings.Mass):
@@ -241,7 +245,7 @@ class Results:
     def _make_cells(self, cells: int) -> None:
         edges = [cuts(size, min(cells, size)) for size in (self.shape[2], self.source)]
         shape = (self.slots, *self.shape[:2], *(len(x) - 1 for x in edges))
-        self.cells = (*edges, torch.zeros(shape), torch.zeros(shape))
+        self.cells = (*edges, self._new(*shape).zero_(), self._new(*shape).zero_())
 
     def _make_mass(self, edges: Any) -> None:
         self.mass, self.mass_mask = self._new(*self.shape), edges
@@ -256,7 +260,7 @@ class Results:
                 chosen |= set(range(query))
         self.row_of = torch.full((query,), -1, dtype=torch.int32)
         self.row_of[sorted(chosen)] = torch.arange(len(chosen), dtype=torch.int32)
-        self.rows = torch.zeros(*self.shape[:2], len(chosen), self.source)
+        self.rows = self._new(*self.shape[:2], len(chosen), self.source).zero_()
 
     def ask(self, call: Any, part: range) -> None:
         """Tell a kernel call where its results go."""
@@ -338,7 +342,7 @@ def native_readings(problem: Problem, read: tuple[Reading, ...]) -> tuple[Readin
         if (
             kind in ALWAYS
             or kind in ONCE
-            or (isinstance(reading, readings.Entropy) and not reading.normalized)
+            or (type(reading) is readings.Entropy and not reading.normalized)
         ):
             kinds.add(kind)
             taken.append(reading)
@@ -422,7 +426,9 @@ def backward(
     batch, head, _, width = q.shape
     few = -(-4 * torch.get_num_threads() // (batch * k.shape[1]))
     slots = max(1, min(few, -(-k.shape[2] // 64)))
-    dk, dv = (torch.zeros(*x.shape[:3], whole_vectors(x.shape[3])) for x in (k, v))
+    dk, dv = (
+        torch.zeros(*x.shape[:3], whole_vectors(x.shape[3]), dtype=torch.float32) for x in (k, v)
+    )
     grad, given, dq = four(grad.to(q.dtype)), 0, []
     if grad_lse is not None:
         grad_lse = grad_lse.float().reshape(q.shape[:3]).contiguous()
@@ -431,7 +437,7 @@ def backward(
         call = inputs.call(out, part)
         call.set_rows_of_softmax(*(x.data_ptr() for x in softmax))
         g = grad[:, :, part.start : part.stop]
-        share = torch.empty(slots, batch, head, len(part), width)
+        share = torch.empty(slots, batch, head, len(part), width, dtype=torch.float32)
         places = (x.data_ptr() for x in (share, dk, dv))
         call.differentiate(g.data_ptr(), g.stride(), given, *places, slots, 0)
         dq.append(share[0] if slots == 1 else share.sum(0))

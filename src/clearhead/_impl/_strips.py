@@ -150,11 +150,11 @@ def weigh(
         scores = scores + bias.to(scores.dtype)
     if allowed is not None:
         scores = torch.where(allowed, scores, -INF)
-    weights, lse = _softmax(scores, sinks, allowed is not None)
+    weights, lse = _softmax(scores, sinks)
     return Strip(scores, weights, lse, rows, columns, *problem.sizes[:2]), allowed
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None, masked: bool) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     logits = scores
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

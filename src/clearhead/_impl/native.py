@@ -24,21 +24,20 @@ NAME = "native"
 rest: Any = None
 spec: Any = None
 
-NOT_BUILT = "no C++ compiler was found when clearhead was installed"
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def state() -> str:
     """Say in a few words whether the kernel is there, and for which instruction sets."""
     if _kernel._native is None:
-        return f"not there ({NOT_BUILT})"
+        return f"not there ({_kernel.MISSING})"
     return f"{_kernel._native.isa()} (of {', '.join(_kernel._native.available())})"
 
 
 def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
     """Say why the kernel cannot serve the call."""
     if _kernel._native is None:
-        return [f"the compiled kernel is not there: {NOT_BUILT}"]
+        return [f"the compiled kernel is not there: {_kernel.MISSING}"]
     tracing = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     reasons = [] if tracing else watchers()
     query, key, value = problem.query, problem.key, problem.value
@@ -104,19 +103,19 @@ def _inputs(problem: Problem) -> tuple[Tensor | None, ...]:
 
 def _forward(
     problem: Problem, read: tuple[Reading, ...], graph: bool = False
-) -> tuple[Any, list[Any], Any, Any]:
+) -> tuple[Any, list[Any], Any]:
     taken = _kernel.native_readings(problem, read) if read else ()
     inputs = _kernel.Inputs(problem)
     out, results = _kernel.forward(inputs, taken, graph)
     shape = problem.query.shape
     context = out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
     if not read:
-        return context, [], results, inputs
+        return context, [], results
     others = tuple(reading for reading in read if reading not in taken)
     found = dict(zip(others, rest.readings_only(problem, others), strict=True)) if others else {}
     for reading in taken:
         found[reading] = _batched(results.value(reading), shape)  # type: ignore[union-attr]
-    return context, [found[reading] for reading in read], results, inputs
+    return context, [found[reading] for reading in read], results
 
 
 def _batched(value: Any, shape: tuple[int, ...]) -> Any:
@@ -132,11 +131,10 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
-        context, values, results, handed = _forward(problem, read, graph=True)
+        context, values, results = _forward(problem, read, graph=True)
         flat, spec = pytree.tree_flatten(values) if read else ((), None)
         specs.append(spec)
         ctx.problem, ctx.read, ctx.spec = replace(problem, **dict.fromkeys(FIELDS)), read, spec
-        ctx.ranges = handed.ranges
         ctx.save_for_backward(*inputs, context, results.lse, results.softmax)
         ctx.set_materialize_grads(False)
         return context, *(x.view_as(x) for x in flat)

@@ -67,13 +67,15 @@ def _wants_gradient(problem: Problem) -> bool:
 
 
 def _forward(
-    problem: Problem, read: tuple[Reading, ...], mix: bool = True
+    problem: Problem, read: tuple[Reading, ...], mix: bool = True, graph: bool = False
 ) -> tuple[Any, Tensor | None, list[Any]]:
     """Context, log-sum-exp where it is known, and the part of each reading."""
     if not _stream.serves(problem):
         return _by_strips(problem, read, mix)
     # What computes the context never depends on what is read.
     fused = mix and _fused.serves(problem)
+    if fused and not (read or graph):
+        return _fused.attend(problem), None, []
     context, lse, parts = _stream.attend(problem, read, mix and not fused)
     if fused:
         context = _fused.attend(problem)
@@ -143,7 +145,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
-        context, lse, parts = _forward(problem, read)
+        context, lse, parts = _forward(problem, read, graph=True)
         values = [r.finish(part) for r, part in zip(read, parts, strict=True)]
         flat, spec = pytree.tree_flatten(values)
         specs.append(spec)

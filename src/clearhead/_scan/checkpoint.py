@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead._files import replacing
 from clearhead._heads.part import Layer
 from clearhead._scan import table
 from clearhead.errors import value_error
@@ -51,12 +51,9 @@ class Checkpoint:
                 for field, tensor in layer.tensors().items():
                     tensors[f"{name}/{number}/{field}"] = tensor.contiguous().clone()
         self.home.mkdir(exist_ok=True)
-        part = self.home / f"state.{os.getpid()}.part"
         document = json.dumps({**state, "modules": modules, "parts": self.parts})
-        save_file(tensors or {"none": torch.zeros(1)}, part, metadata={"clearhead": document})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, self.home / "state.safetensors")
+        with replacing(self.home / "state.safetensors") as part:
+            save_file(tensors or {"none": torch.zeros(1)}, part, metadata={"clearhead": document})
 
     def load(self) -> tuple[dict[str, list[Layer]], dict[str, Any]]:
         """Read what `save` wrote."""

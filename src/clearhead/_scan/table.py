@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from clearhead._files import replacing
 from clearhead.errors import value_error
 
 __all__ = ["SCHEMA", "VERSION", "gather", "parquet", "read", "write"]
@@ -31,7 +31,8 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]], about: Mapping[str, Any
     rows = list(rows)
     schema = _schema(pyarrow, about, document=bool(rows) and "document" in rows[0])
     table = pyarrow.Table.from_pylist(rows, schema=schema)
-    _replace(path, lambda part: pyarrow.parquet.write_table(table, part))
+    with replacing(path) as part:
+        pyarrow.parquet.write_table(table, part)
 
 
 def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
@@ -39,13 +40,10 @@ def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
     pyarrow = parquet()
     schema = _schema(pyarrow, about, document=True)
 
-    def fill(part: Path) -> None:
-        with pyarrow.parquet.ParquetWriter(part, schema) as writer:
-            for piece in parts:
-                table = pyarrow.parquet.read_table(piece)
-                writer.write_table(table.replace_schema_metadata(schema.metadata))
-
-    _replace(path, fill)
+    with replacing(path) as whole, pyarrow.parquet.ParquetWriter(whole, schema) as writer:
+        for piece in parts:
+            table = pyarrow.parquet.read_table(piece)
+            writer.write_table(table.replace_schema_metadata(schema.metadata))
 
 
 def _schema(pyarrow: Any, about: Mapping[str, Any], document: bool) -> Any:
@@ -63,17 +61,6 @@ def _schema(pyarrow: Any, about: Mapping[str, Any], document: bool) -> Any:
     ]
     text = json.dumps({"schema": SCHEMA, "version": VERSION, **about})
     return pyarrow.schema(columns, metadata={"clearhead": text})
-
-
-def _replace(path: Path, fill: Any) -> None:
-    part = path.with_name(path.name + f".{os.getpid()}.part")
-    try:
-        fill(part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

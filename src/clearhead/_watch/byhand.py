@@ -204,8 +204,8 @@ def _lead(lead: torch.Size, heads: int | None, groups: bool) -> tuple[int, int]:
     if not sizes:
         return 1, 1
     if groups:
-        return _prod(sizes[:-2]), sizes[-2] * sizes[-1]
-    return _prod(sizes[:-1]), sizes[-1]
+        return math.prod(sizes[:-2]), sizes[-2] * sizes[-1]
+    return math.prod(sizes[:-1]), sizes[-1]
 
 
 def _groups(value: Tensor, lead: torch.Size) -> bool:
@@ -213,13 +213,6 @@ def _groups(value: Tensor, lead: torch.Size) -> bool:
     if len(lead) < 3 or lead[-1] == 1 or value.ndim < 3:
         return False
     return value.shape[-3] == 1 or value.stride(-3) == 0
-
-
-def _prod(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _layout(

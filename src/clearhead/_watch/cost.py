@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ _PROBE = 256
 class Cost:
     """What watching a call of the model would take, beside the model's own run.
 
-    `bytes` are those of all values together, which stay; `seconds` are processor time at the
+    `bytes` are those of all values together, which stay; `seconds` are wall-clock time at the
     current number of threads, measured on a small piece and scaled by the number of edges.
     """
 
@@ -55,17 +56,20 @@ class Sizes(Handler):
         self.calls.append(Call(None, None, None, scores=shape, layer=call.layer, call=call.call))
 
 
-def run_once(model: Callable[..., Any], inputs: Any) -> None:
-    """Run the model on shapes alone where it can; else once in earnest."""
+def run_once(
+    model: Callable[..., Any], inputs: Any, watched: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Run the model on shapes alone where it can; else once in earnest, watched afresh."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with torch.no_grad():
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, watched():
                 call_with(model, pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
         except Exception:
             # Some models look at values on their way; they can only be run.
-            call_with(model, inputs)
+            with watched():
+                call_with(model, inputs)
 
 
 def call_with(model: Callable[..., Any], inputs: Any) -> Any:

@@ -288,7 +288,7 @@ class Frame:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Compute outside the watched world: no modes, no autocast."""
+    """Compute outside the watched world: no modes."""
     with torch._C.DisableTorchFunction():
         yield
 

@@ -100,12 +100,14 @@ class Modules:
 
     def takes_fast_path(self, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
         """Whether torch would run this module through its fused encoder path."""
+        if not isinstance(module, _FAST):
+            return False
         if isinstance(module, nn.MultiheadAttention) and len({*map(id, inputs[:3])}) > 1:
             return False
         if module.training or not torch.backends.mha.get_fastpath_enabled():
             return False
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        return isinstance(module, _FAST) and not learning
+        return not learning
 
     def __enter__(self) -> Modules:
         if isinstance(self.model, nn.Module) and callable(getattr(self.model, "generate", None)):

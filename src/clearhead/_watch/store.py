@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks, readings
+from clearhead._files import replacing
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
 
@@ -71,14 +71,9 @@ def write(path: str | Path, document: dict[str, Any], tensors: dict[str, Tensor]
     """Write the file whole or not at all."""
     from safetensors.torch import save_file
 
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
     head = {"schema": SCHEMA, "version": VERSION, **document}
-    try:
+    with replacing(Path(path)) as part:
         save_file(tensors, part, metadata={"clearhead": json.dumps(head)})
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -106,10 +106,6 @@ class Trace:
 
         table[key] = (weakref.ref(tensor, forget), origin)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._table.clear()
-
     def root(self, *found: object) -> int:
         """Give the root of the first known tensor; an unknown activation becomes a root itself."""
         for tensor in found:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._json import document
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit, print, and exit with 1 if something leaks."""
     report = audit_spec(arguments)
     if arguments.json:
-        print(json.dumps(report.as_dict(), indent=2, default=str))
+        print(document(report.as_dict()))
     else:
         render(report)
     return 0 if report.ok else 1
@@ -85,6 +85,13 @@ def audit_spec(arguments: argparse.Namespace) -> Report:
 
 def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
     if spec and ":" in spec and not Path(spec).exists():
+        if text is not None:
+            raise value_error(
+                "--text",
+                "needs a model with a tokenizer",
+                got=repr(spec),
+                hint="let the factory give (model, inputs)",
+            )
         return _made(spec, length)
     from clearhead.cli._loading import load
 
@@ -129,8 +136,8 @@ def _random_tokens(model: Any, length: int) -> Tensor:
             "has no embedding, so there are no tokens to make up",
             hint="let the factory give (model, inputs)",
         )
-    # The table of tokens is the largest, as a rule; that of positions is shorter.
-    size = max(m.num_embeddings for m in embeddings[:1])
+    # The table of tokens is the first, as a rule; that of positions comes after it.
+    size = embeddings[0].num_embeddings
     return torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0))
 
 

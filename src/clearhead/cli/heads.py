@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from pathlib import Path
 from typing import Any
 
+from clearhead.cli._json import document
 from clearhead.errors import value_error
 
 HELP = "print which heads are sinks, previous-token, induction or redundant"
@@ -44,19 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     about, rows = read(Path(arguments.file).expanduser())
     found = {"about": about, **atlas(rows, threshold=arguments.threshold, alike=arguments.alike)}
     if arguments.json:
-        print(json.dumps(_plain(found), indent=2))
+        print(document(found))
     else:
         render(found, arguments.top)
     return 0
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(found: dict[str, Any], top: int) -> None:

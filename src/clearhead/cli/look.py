@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._json import document
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         top=arguments.top,
     )
     if arguments.json:
-        print(json.dumps(seen, ensure_ascii=True, indent=2))
+        print(document(seen))
     else:
         render(seen)
     return 0

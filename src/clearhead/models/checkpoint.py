@@ -7,7 +7,6 @@ either the old file or the new one.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead._files import replacing
 from clearhead.errors import value_error
 from clearhead.models.bert import BERT
 from clearhead.models.gpt import GPT
@@ -102,19 +102,13 @@ def write(file: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     data = to_bytes(whole, metadata={"clearhead": json.dumps(header)})
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, file)
+        with replacing(file) as part:
+            part.write_bytes(data)
     except OSError as error:
         raise OSError(
             error.errno, f"{error.strerror}; what was there before is untouched", str(file)
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return file
 
 
