@@ -80,6 +80,8 @@ def test_the_other_questions(words, code):
         ([f"{HERE}:tokens_only", "--documents", "a,b"], "numbers with commas"),
         ([f"{HERE}:tokens_only", "--allowed", "casual"], "casual"),
         ([f"{HERE}:tokens_only", "--length", "0"], "at least 1"),
+        ([f"{HERE}:tokens_only", "--modes", "--depth", "2"], "--depth: says nothing to --modes"),
+        ([f"{HERE}:tokens_only", "--batch", "--budget", "0"], "--budget: says nothing to --batch"),
     ],
 )
 def test_misuse_is_a_clear_error(words, message):

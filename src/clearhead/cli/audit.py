@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument("--generation", action="store_true", help="cached decoding against one pass")
     asked.add_argument("--modes", action="store_true", help="train, eval and backends compared")
-    parser.add_argument("--depth", type=int, default=1, help="compose the mask over N layers (1)")
+    parser.add_argument("--depth", type=int, help="compose the mask over N layers (1)")
     parser.add_argument("--budget", type=int, help="run at most N changed inputs")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", help="the text to read (default: random tokens)")
@@ -65,6 +65,7 @@ def audit_spec(arguments: argparse.Namespace) -> Report:
     from clearhead import masks
     from clearhead.auditing import audit
 
+    _only_with_edges(arguments)
     ids = _numbers(arguments.documents) if arguments.documents is not None else None
     length = len(ids) if ids else arguments.length
     allowed = masks.parse(arguments.allowed or "causal")
@@ -77,10 +78,24 @@ def audit_spec(arguments: argparse.Namespace) -> Report:
         return audit.generation(model, inputs)
     if arguments.modes:
         return audit.modes(model, inputs)
-    options = {"depth": arguments.depth, "budget": arguments.budget}
+    depth = 1 if arguments.depth is None else arguments.depth
+    options = {"depth": depth, "budget": arguments.budget}
     if ids is not None:
         return audit.documents(model, _placed(model, inputs, ids), ids, **options)
     return audit(model, inputs, allowed, **options)
+
+
+def _only_with_edges(arguments: argparse.Namespace) -> None:
+    """Refuse an option that the named question would leave unread."""
+    asked = [n for n in ("padding", "batch", "generation", "modes") if getattr(arguments, n)]
+    given = [n for n in ("depth", "budget") if getattr(arguments, n) is not None]
+    if asked and given:
+        raise value_error(
+            f"--{given[0]}",
+            f"says nothing to --{asked[0]}, which compares a fixed set of runs",
+            got=getattr(arguments, given[0]),
+            hint="leave it out, or ask with --allowed or --documents",
+        )
 
 
 def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
