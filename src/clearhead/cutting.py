@@ -16,7 +16,6 @@ from clearhead._cut.outputs import HOW, Ablated, Gates, contexts
 from clearhead._watch.cost import call_with
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
-from clearhead.watching import _watchable
 
 __all__ = ["ablate", "head_importance", "knockout", "zero_weights"]
 
@@ -115,7 +114,7 @@ def ablate(
         raise value_error(
             "reference", "is of no use to how='zero'", hint="how='mean', or 'resample'"
         )
-    outputs = None if reference is None else contexts(_watchable(model), reference)
+    outputs = None if reference is None else contexts(model, reference)
     cut = Ablated(how, outputs, seed, chosen(layers, heads))
     with _block("ablate", model, cut):
         yield cut

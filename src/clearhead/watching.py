@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -141,8 +140,7 @@ def estimate(
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
         sizes.calls.clear()
-        modules = Modules(_watchable(model))
-        with modules, (seer := Interceptor(sizes, modules)), hub.interface(seer):
+        with hub.attached(model, sizes):
             yield
 
     cost.run_once(model, inputs, watched)
@@ -196,40 +194,14 @@ def watch(
     `nn.Transformer*`, `transformers` on any backend, `flex_attention`, `clearhead.attend`, and
     matmul, softmax, matmul written by hand. A block that saw nothing raises on leaving.
     """
-    modules = Modules(_watchable(model))
-    compiled = modules.compiled or hasattr(model, "_orig_mod")
-    watcher = _Watcher(modules.model, read, layers, heads, queries, calls, through, on_call)
-    modules.on_generate, modules.on_forward = watcher.generating, watcher.forward_over
-    if compiled:
-        watcher.note("the model is compiled: inside the block it runs eagerly")
-    seer = Interceptor(watcher, modules)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_eager())
-        stack.enter_context(modules)
-        stack.enter_context(hub.interface(seer))
-        stack.enter_context(seer)
+    inner = hub.watchable(model)
+    watcher = _Watcher(inner, read, layers, heads, queries, calls, through, on_call)
+    with hub.attached(model, watcher) as seer:
+        if seer.modules.compiled or inner is not model:
+            watcher.note("the model is compiled: inside the block it runs eagerly")
+        watcher.seer = seer
         yield watcher.seen
-    watcher.finish(modules, seer)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Let what is compiled run eagerly inside the block; where nothing can be, do nothing."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _watchable(model: Any) -> Any:
-    if not callable(model):
-        raise type_error("model", "is a module or a function", got=type(model).__name__)
-    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-        raise value_error(
-            "model",
-            "runs its replicas in threads, which one watch cannot see",
-            got="torch.nn.DataParallel",
-            hint="watch(model.module) and call model.module inside the block",
-        )
-    return getattr(model, "_orig_mod", model)
+    watcher.finish(seer.modules, seer)
 
 
 class _Watcher(Handler):
@@ -247,6 +219,7 @@ class _Watcher(Handler):
         on_call: Callable[[Record], None] | None,
     ) -> None:
         self.model = model
+        self.seer: Interceptor
         self.inside = joined.running(model) is not None
         self.single = isinstance(read, Reading)
         self.read = (read,) if isinstance(read, Reading) else tuple(read)
@@ -264,6 +237,7 @@ class _Watcher(Handler):
         self.count = 0
         self._made: list[Any] | None = None
         self._run: Stitcher | None = None
+        self._looping = self._drafts = False
         self._masks: list[tuple[Tensor, Mask]] = []
         self._runs: dict[str, int] = {}
         self._held: list[tuple[Call, float | None]] = []
@@ -271,15 +245,20 @@ class _Watcher(Handler):
     def before(self, call: Call) -> Tensor | None:
         """Make the context in clearhead's own kernel, where that was asked for."""
         self._made = None
-        late = self._run is not None or self.heads or self.queries or not self._wanted(call)
-        if not self.through or call.dropout or late or joined.running(self.model):
+        if not self.through or call.dropout or self._drafts or not self._wanted(call):
             return None
-        problem = call.problem
-        context, self._made = _impl.choose(problem, self.read, None).attend(problem, self.read)
+        if joined.running(self.model):
+            return None
+        late = self._run is not None or self._waits or self.heads or self.queries
+        problem, read = call.problem, () if late else self.read
+        context, made = _impl.choose(problem, read, None).attend(problem, read)
+        self._made = None if late else made
         return context
 
     def after(self, call: Call, context: Tensor) -> None:
         """Record a call; under `generate()`, or for layers counted from the end, later."""
+        if self._drafts:
+            return
         self.known[call.layer] = call.module
         self.head_counts[call.layer] = call.sizes[1]
         self.count += 1
@@ -298,8 +277,8 @@ class _Watcher(Handler):
                     "the weights seen would make"
                 )
             if self._run is not None:
-                self._run.add(call, check)
-            elif self.layers is not None and min(self.layers) < 0:
+                self._run.add(call, check, self.seer.modules.runs(self._run.module))
+            elif self._waits:
                 self._held.append((call, check))
                 self._drop_held()
             else:
@@ -315,6 +294,11 @@ class _Watcher(Handler):
             self.note("heads are cut: readings are without the edges cut before the softmax")
         return left, cut
 
+    @property
+    def _waits(self) -> bool:
+        """Whether records wait for the number of layers."""
+        return self.layers is not None and min(self.layers) < 0
+
     def _times(self, call: Call) -> None:
         self.call_counts[call.layer] = max(self.call_counts.get(call.layer, 0), call.call + 1)
 
@@ -322,7 +306,7 @@ class _Watcher(Handler):
         """Whether a record may be made of this call."""
         if self._run is None and self.calls is not None and call.call not in self.calls:
             return False
-        return self.layers is None or call.layer in self.layers or min(self.layers) < 0
+        return self.layers is None or call.layer in self.layers or self._waits
 
     def _drop_held(self) -> None:
         """Of layers counted from the end, hold only as many as may still be the last."""
@@ -341,19 +325,44 @@ class _Watcher(Handler):
                 if call.layer in wanted:
                     self._keep(call, check)
 
-    @contextlib.contextmanager
-    def generating(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Collect the steps of one `generate()`, and record each layer once at its end."""
         if self._run is not None:
-            yield
-            return
+            return self._drafted(run, args, kwargs) if self._looping else run(*args, **kwargs)
         self._run = Stitcher(self._prompt(args, kwargs))
         try:
-            yield
+            made = run(*args, **kwargs)
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._stitched(self._run)
+            return made
         finally:
-            self._run = None
+            self._run, self._looping = None, False
+
+    def _drafted(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a `generate` within the loop of another: the model drafts for itself."""
+        self.note("the model drafts tokens for itself in generate(): those steps are not seen")
+        self._drafts = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._drafts = False
+
+    def loop_begins(self, name: str, tokens: Tensor, beams: bool) -> None:
+        """Start new sequences of a generation."""
+        if self._run is not None and not self._drafts:
+            self._looping = True
+            self._run.loop_begins(name, tokens, beams)
+
+    def loop_over(self, sequences: Tensor, beams: Tensor | None) -> None:
+        """Learn which sequences came out of a generation."""
+        if self._run is not None and not self._drafts:
+            self._looping = False
+            self._run.loop_over(sequences, beams)
+
+    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
+        """Start a step of a generation."""
+        if self._run is not None and not self._drafts:
+            self._run.step_begins(name, start, count)
 
     def _prompt(self, args: Any, kwargs: Any) -> int | None:
         """Find how many positions the prompt of `generate()` has, where they are the decoder's."""
@@ -371,6 +380,8 @@ class _Watcher(Handler):
         for module in sorted(run.broken):
             self.note(f"{module}: the cache did not go on from the last step; rows may be mixed up")
         for track in run.tracks.values():
+            if not track.pieces:
+                continue
             call = join(track, self._masks)
             number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
             self._times(call.but(call=number))

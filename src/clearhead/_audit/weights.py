@@ -18,7 +18,6 @@ from clearhead._audit.subject import Inputs, call
 from clearhead._watch import hub
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler, Interceptor
-from clearhead._watch.modules import Modules
 from clearhead._watch.trace import SOFTMAXES
 from clearhead.attention import attend
 from clearhead.readings import Weights
@@ -39,8 +38,7 @@ def look_at_weights(model: Callable[..., Any], inputs: Inputs, edges: Tensor) ->
         return []
     look = _Look(inputs, edges)
     try:
-        modules = Modules(roots[0])
-        with modules, hub.interface(seer := _Seer(look, modules)), seer:
+        with hub.attached(roots[0], look, _Seer):
             call(model, inputs)
     except Exception as error:  # looking is an extra: the proof stands without it
         return [f"the weights could not be looked at ({type(error).__name__}: {error})"]

@@ -17,11 +17,11 @@ from clearhead._cut.choosing import Chosen
 from clearhead._impl.problem import Sizes
 from clearhead._watch import hub, look
 from clearhead._watch.call import Call
-from clearhead._watch.intercept import Handler, Interceptor
+from clearhead._watch.intercept import Handler
 from clearhead._watch.modules import Modules
 from clearhead.errors import value_error
 from clearhead.masks import Mask
-from clearhead.watching import _eager, _nothing, _watchable
+from clearhead.watching import _nothing
 
 __all__ = ["Cut", "Cutter", "Edges", "OtherBatch", "Place", "Weights", "cutting"]
 
@@ -91,9 +91,9 @@ class OtherBatch(Exception):
 class Cutter(Handler):
     """Cuts, in every attention call of a model, what its cuts ask for."""
 
-    def __init__(self, seen: Modules) -> None:
-        self.seen = seen
-        self.model = seen.model
+    def __init__(self, model: Any) -> None:
+        self.seen: Modules
+        self.model = model
         self.cuts: list[Cut] = []
         self.modules: dict[int, str] = {}
         self.totals: dict[int, int] = {}
@@ -103,6 +103,7 @@ class Cutter(Handler):
         self.on_call: Callable[[Call], None] | None = None
         self._checked: set[int] = set()
         self._generating = False
+        self._start: int | None = None
         self._covered: dict[tuple[str, str], int] = {}
         self._places: dict[tuple[str, str], Place] = {}
 
@@ -185,22 +186,25 @@ class Cutter(Handler):
             start = source - query if call.kind == "self" and source > query else 0
             return Place(start, 0, False)
         whole = query == source and call.kind == "self"
-        start = 0 if whole else self._covered.get(key(call), 0)
+        known = self._covered.get(key(call), 0) if self._start is None else self._start
+        start = 0 if whole else known
         shift = 0 if call.kind == "cross" else max(start + query - source, 0)
         return Place(start, shift, True)
 
-    @contextlib.contextmanager
-    def generating(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Count the positions of one `generate()` from its start."""
         if self._generating:
-            yield
-            return
+            return run(*args, **kwargs)
         self._generating = True
         self._covered.clear()
         try:
-            yield
+            return run(*args, **kwargs)
         finally:
-            self._generating = False
+            self._generating, self._start = False, None
+
+    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
+        """Hear how many positions the cache holds, of which some may have been taken back."""
+        self._start = start if self._generating else None
 
     def finish(self, name: str, cut: Cut) -> None:
         """Raise where the cut reached nothing, or moved nothing."""
@@ -299,7 +303,7 @@ class Weights(Edges):
 @contextlib.contextmanager
 def cutting(model: Any, cuts: list[Cut], slices: list[slice] | None = None) -> Iterator[Cutter]:
     """Cut inside the block; a block within a block adds its cuts to those of the outer one."""
-    model = _watchable(model)
+    model = hub.watchable(model)
     outer = joined.running(model)
     with contextlib.ExitStack() as stack:
         cutter = outer or stack.enter_context(_attached(model))
@@ -314,15 +318,9 @@ def cutting(model: Any, cuts: list[Cut], slices: list[slice] | None = None) -> I
 
 @contextlib.contextmanager
 def _attached(model: Any) -> Iterator[Cutter]:
-    modules = Modules(model)
-    cutter = Cutter(modules)
-    modules.on_generate = cutter.generating
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_eager())
-        stack.enter_context(modules)
-        seer = Interceptor(cutter, modules)
-        stack.enter_context(hub.interface(seer))
-        stack.enter_context(seer)
+    cutter = Cutter(model)
+    with hub.attached(model, cutter) as seer:
+        cutter.seen = seer.modules
         joined.join(cutter)
         try:
             yield cutter

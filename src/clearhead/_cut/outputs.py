@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from clearhead._cut.choosing import Chosen
 from clearhead._cut.cutter import Cut, Place
 from clearhead._watch import cost, hub
 from clearhead._watch.call import Call
-from clearhead._watch.intercept import Handler, Interceptor
-from clearhead._watch.modules import Modules
+from clearhead._watch.intercept import Handler
 from clearhead.errors import value_error
 
 __all__ = ["HOW", "Ablated", "Gates", "contexts"]
@@ -96,12 +94,7 @@ class _Collector(Handler):
 
 def contexts(model: Any, inputs: Any) -> Contexts:
     """Run the model once, and give the contexts of each layer in the order of its calls."""
-    collector, modules = _Collector(), Modules(model)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(modules)
-        seer = Interceptor(collector, modules)
-        stack.enter_context(hub.interface(seer))
-        stack.enter_context(seer)
-        stack.enter_context(torch.no_grad())
+    collector = _Collector()
+    with hub.attached(model, collector), torch.no_grad():
         cost.call_with(model, inputs)
     return collector.found

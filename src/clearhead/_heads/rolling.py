@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from clearhead._watch import hub, look
 from clearhead._watch.call import Call
-from clearhead._watch.intercept import Handler, Interceptor
-from clearhead._watch.modules import Modules
+from clearhead._watch.intercept import Handler
 from clearhead.errors import value_error
 
 __all__ = ["Rollout", "rollout"]
@@ -55,9 +53,10 @@ def rollout(
     sum of rows a layer, no (query, source) matrix. The queries and keys of all layers are kept
     meanwhile; attention written by hand hands over its whole maps, and they are kept too.
 
-    `inputs` is a tensor, a tuple of arguments or a dict of keywords. `heads="max"` takes the
-    largest weight over the heads. Rollout mixes heads and leaves out values and the layers between:
-    it says where information may have come from, not what made a difference.
+    `inputs` is a tensor, a tuple of arguments, or keywords: a dict, or what a tokenizer returns.
+    `heads="max"` takes the largest weight over the heads. Rollout mixes heads and leaves out values
+    and the layers between: it says where information may have come from, not what made a
+    difference.
     """
     if not 0 <= residual < 1:
         raise value_error("residual", "is a share, 0 <= residual < 1", got=residual)
@@ -93,12 +92,9 @@ class _Keeper(Handler):
 
 
 def _calls(model: nn.Module, inputs: Any) -> list[Call]:
-    keeper, modules = _Keeper(), Modules(model)
-    with contextlib.ExitStack() as stack:
-        seer = Interceptor(keeper, modules)
-        for part in (modules, hub.interface(seer), seer):
-            stack.enter_context(part)
-        if isinstance(inputs, dict):
+    keeper = _Keeper()
+    with hub.attached(model, keeper):
+        if isinstance(inputs, Mapping):
             model(**_uncached(model, inputs))
         else:
             model(*(inputs if isinstance(inputs, tuple) else (inputs,)), **_uncached(model, {}))
@@ -111,10 +107,12 @@ def _calls(model: nn.Module, inputs: Any) -> list[Call]:
             "needs self-attention over the same positions in every layer",
             got=f"(batch, query, source) of {', '.join(map(str, sorted(sizes)))}",
         )
+    if not all(min(size) for size in sizes):
+        raise value_error("inputs", "have a sample and a position", got="none of them")
     return keeper.calls
 
 
-def _uncached(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def _uncached(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Ask for no cache, which would write over keys that are still needed."""
     if "use_cache" in inspect.signature(getattr(model, "forward", model)).parameters:
         return {"use_cache": False, **inputs}
@@ -124,7 +122,7 @@ def _uncached(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 def _step(call: Call, rows: Tensor, residual: float, heads: str) -> Tensor:
     """Multiply (batch, chosen, query) by one layer's matrix, strip by strip of its queries."""
     batch, count, position, source = call.sizes
-    step = max(1, _STRIP // (batch * count * source))
+    step = max(1, _STRIP // max(1, batch * count * source))
     below = torch.zeros(batch, rows.shape[1], source, dtype=rows.dtype)
     mix: Callable[..., Tensor] = torch.mean if heads == "mean" else torch.amax
     for start in range(0, position, step):

@@ -1,45 +1,155 @@
-"""The attention interface of `transformers`: tensors before any repeat, whatever the backend."""
+"""Put a handler on a model; and what of torch and `transformers` is switched for that meanwhile.
+
+`attached` is the one way in: it is left without a trace, in whatever order blocks, tasks and
+threads leave it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, overrides
+from torch import Tensor, nn, overrides
 
 from clearhead import masks
 from clearhead._watch.call import Call, from_sdpa
-from clearhead._watch.intercept import Frame, Interceptor
+from clearhead._watch.intercept import Frame, Handler, Interceptor
+from clearhead._watch.modules import Modules
+from clearhead.errors import type_error, value_error
 
-__all__ = ["interface"]
+__all__ = ["attached", "watchable"]
 
 
 @contextlib.contextmanager
-def interface(seer: Interceptor) -> Iterator[None]:
-    """Let every attention function that a model of `transformers` looks up tell the seer first.
+def attached(
+    model: Any, handler: Handler, seer: type[Interceptor] = Interceptor
+) -> Iterator[Interceptor]:
+    """Tell the handler of every attention call that the model makes inside the block.
+
+    What is compiled runs eagerly meanwhile; the model's own backend makes the output.
+    """
+    modules = Modules(watchable(model))
+    modules.on_generate, modules.on_forward = handler.generate, handler.forward_over
+    modules.on_step = handler.step_begins
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(modules)
+        there = seer(handler, modules)
+        _switch.enter(there)
+        stack.callback(_switch.leave, there)
+        yield stack.enter_context(there)
+
+
+def watchable(model: Any) -> Any:
+    """Give the model itself, without what compiled it; refuse what cannot be seen."""
+    if not callable(model):
+        raise type_error("model", "is a module or a function", got=type(model).__name__)
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise value_error(
+            "model",
+            "runs its replicas in threads, which one watch cannot see",
+            got="torch.nn.DataParallel",
+            hint="watch(model.module) and call model.module inside the block",
+        )
+    return getattr(model, "_orig_mod", model)
+
+
+class _Switch:
+    """What is shared by the whole process: set by the first block, put back by the last."""
+
+    def __init__(self) -> None:
+        self.seers: tuple[Interceptor, ...] = ()
+        self._lock = threading.Lock()
+        self._owns: dict[tuple[Any, str], Any] = {}
+        self._stance: Any = None
+
+    def enter(self, seer: Interceptor) -> None:
+        """Let a seer hear of what goes through the functions that are replaced."""
+        with self._lock:
+            for owner, name, make in _places():
+                if (owner, name) not in self._owns:
+                    self._owns[owner, name] = getattr(owner, name)
+                    setattr(owner, name, make(getattr(owner, name)))
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self.seers += (seer,)
+
+    def leave(self, seer: Interceptor) -> None:
+        """Let it hear no more, and put everything back after the last."""
+        with self._lock:
+            self.seers = tuple(other for other in self.seers if other is not seer)
+            if self.seers:
+                return
+            for (owner, name), own in self._owns.items():
+                setattr(owner, name, own)
+            self._owns.clear()
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+    def here(self, module: Any) -> list[Interceptor]:
+        """Give the seers of this thread in whose model a module is, innermost last."""
+        return [one for one in self.seers if one.here and id(module) in one.modules.names]
+
+
+_switch = _Switch()
+
+
+def _places() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Name the functions of `transformers` that are replaced, where it is loaded."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(modeling, "AttentionInterface", None)
+    if interface is not None:
+        yield interface, "get_interface", _asked
+    mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
+    for name in ("_sample", "_beam_search", "_assisted_decoding"):
+        if hasattr(mixin, name):
+            yield mixin, name, functools.partial(_looping, name == "_beam_search")
+
+
+def _asked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Let every attention function that a model looks up tell the seers first.
 
     The function itself stays the model's own, on the backend that it chose.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    kind: Any = getattr(modeling, "AttentionInterface", None)
-    if kind is None:
-        yield
-        return
-    own = kind.get_interface
 
     @functools.wraps(own)
     def get_interface(self: Any, name: Any, default: Any) -> Any:
-        return _telling(seer, str(name), own(self, name, default))
+        function = own(self, name, default)
+        for seer in _switch.seers:
+            if seer.here:
+                function = _telling(seer, str(name), function)
+        return function
 
-    kind.get_interface = get_interface
-    try:
-        yield
-    finally:
-        kind.get_interface = own
+    return get_interface
+
+
+def _looping(beams: bool, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a loop of `generate` tell the seers what it made; of beams, also from which rows."""
+
+    @functools.wraps(own)
+    def loop(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seers, config = _switch.here(self), kwargs.get("generation_config")
+        if not seers or config is None:
+            return own(self, input_ids, *args, **kwargs)
+        asked = config.return_dict_in_generate
+        if beams:
+            config = kwargs["generation_config"] = copy.copy(config)
+            config.return_dict_in_generate = True
+        for seer in seers:
+            seer.handler.loop_begins(seer.modules.names[id(self)], input_ids, beams)
+        made = own(self, input_ids, *args, **kwargs)
+        sequences = made if isinstance(made, Tensor) else made.sequences
+        for seer in seers:
+            seer.handler.loop_over(sequences, getattr(made, "beam_indices", None))
+        return made if asked else sequences
+
+    return loop
 
 
 def _telling(seer: Interceptor, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

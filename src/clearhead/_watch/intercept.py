@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
 from clearhead._watch import byhand
@@ -43,6 +43,22 @@ class Handler:
 
     def unseen(self, module: str, reason: str) -> None:
         """Hear of a call that looks like attention and cannot be seen."""
+
+    def forward_over(self) -> None:
+        """Hear that the model's outermost forward is over."""
+
+    def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's own `generate`."""
+        return run(*args, **kwargs)
+
+    def loop_begins(self, name: str, tokens: Tensor, beams: bool) -> None:
+        """Hear that a loop of `generate` begins, of a module by this name, on these tokens."""
+
+    def loop_over(self, sequences: Tensor, beams: Tensor | None) -> None:
+        """Hear of the sequences a loop made, and of the row that made each new token of beams."""
+
+    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
+        """Hear that a module that generates runs: on how many tokens, after how many in a cache."""
 
 
 class Interceptor(TorchFunctionMode):
@@ -157,13 +173,24 @@ class Interceptor(TorchFunctionMode):
 
     def multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle `F.multi_head_attention_forward`: run its body, so that its calls are seen."""
-        heads = kwargs["num_heads"] if "num_heads" in kwargs else args[4]
-        _folded.append(heads)
+        before = self.folded
+        _folded.heads = kwargs["num_heads"] if "num_heads" in kwargs else args[4]
         try:
             with self:
                 return _body(func)(*args, **kwargs)
         finally:
-            _folded.pop()
+            _folded.heads = before
+
+    def __exit__(self, *_: Any) -> None:
+        # Blocks of generators and of tasks that take turns need not be left in order.
+        above = []
+        while torch._C._len_torch_function_stack():
+            mode = overrides._pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            overrides._push_mode(mode)
 
     def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a softmax: of a product of two activations it may be attention by hand."""
@@ -216,7 +243,7 @@ class Interceptor(TorchFunctionMode):
     @property
     def folded(self) -> int | None:
         """How many heads torch's own multi-head function folds into the batch, inside it."""
-        return _folded[-1] if _folded else None
+        return getattr(_folded, "heads", None)
 
     def saw(self) -> None:
         """Note that the call in progress of an attention interface has been seen."""
@@ -301,8 +328,8 @@ def _body(func: Any) -> Any:
     return copy
 
 
-# How many heads torch folds into the batch, innermost call last.
-_folded: list[int] = []
+# How many heads torch's own function, where it runs now in this thread, folds into the batch.
+_folded = threading.local()
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: Interceptor.sdpa,

@@ -213,5 +213,6 @@ def shared(edges: Tensor, known: list[tuple[Tensor, Mask]]) -> Mask | None:
     for tensor, mask in known:
         if tensor.shape == edges.shape and torch.equal(tensor, edges):
             return mask
-    known.append((edges.contiguous(), masks.dense(edges.contiguous())))
+    edges = edges.contiguous()
+    known.append((edges, masks.dense(edges)))
     return known[-1][1]

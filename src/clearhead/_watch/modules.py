@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "cached"]
 
 _ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
@@ -25,6 +24,30 @@ _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttentio
 def _within(name: str, other: str) -> bool:
     """Whether a module is another one, or inside it."""
     return not other or name == other or name.startswith(other + ".")
+
+
+def cached(kwargs: Mapping[str, Any]) -> int | None:
+    """Say how many positions the cache holds that a model of `transformers` is called with."""
+    for name in ("cache", "past_key_values"):
+        size = getattr(kwargs.get(name), "get_seq_length", None)
+        if size is not None:
+            try:
+                return int(size())
+            except (ValueError, TypeError):  # a cache of no layer that has a length
+                return None
+    return None
+
+
+def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
+    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+    for tokens in (*(kwargs.get(name) for name in names), *inputs[:1]):
+        if isinstance(tokens, Tensor) and tokens.ndim > 1:
+            return tokens.shape[1]
+    return None
+
+
+def _generates(module: nn.Module) -> bool:
+    return callable(getattr(module, "generate", None))
 
 
 class Modules:
@@ -40,8 +63,9 @@ class Modules:
         self.elsewhere: set[str] = set()
         self.scripted: set[str] = set()
         self.fast = False
-        self.on_generate: Callable[..., Any] = lambda args, kwargs: contextlib.nullcontext()
+        self.on_generate: Callable[..., Any] = lambda run, args, kwargs: run(*args, **kwargs)
         self.on_forward: Callable[[], None] = lambda: None
+        self.on_step: Callable[[str, int | None, int | None], None] = lambda *_: None
         self._stack: list[str] = []
         self._handles: list[Any] = []
         self._thread = threading.get_ident()
@@ -64,6 +88,10 @@ class Modules:
     def active(self) -> bool:
         """Whether a call made now is the model's."""
         return bool(self._stack) or not self._modules
+
+    def runs(self, name: str) -> bool:
+        """Whether the module of this name, or one inside it, runs now."""
+        return name in self._stack
 
     @property
     def current(self) -> str:
@@ -110,7 +138,7 @@ class Modules:
         return not learning
 
     def __enter__(self) -> Modules:
-        if isinstance(self.model, nn.Module) and callable(getattr(self.model, "generate", None)):
+        if isinstance(self.model, nn.Module) and _generates(self.model):
             # set beside the module's parameters, past its __setattr__, and taken away on exit
             self.model.__dict__["generate"] = self._generating(self.model.generate)
         for name, module in self._modules.items():
@@ -118,6 +146,9 @@ class Modules:
                 self.scripted.add(name)
                 continue
             self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+            if _generates(module):
+                step = module.register_forward_pre_hook(self._stepping(name), with_kwargs=True)
+                self._handles.append(step)
             self._handles.append(
                 module.register_forward_hook(self._leaving(name), always_call=True)
             )
@@ -125,9 +156,7 @@ class Modules:
 
     def __exit__(self, *_: object) -> None:
         if isinstance(self.model, nn.Module):
-            own = self.model.__dict__.pop("generate", None)
-            if getattr(own, "replaced", None) is not None:
-                self.model.__dict__["generate"] = own.replaced
+            self._restore(self.model.__dict__)
         while self._handles:
             self._handles.pop().remove()
         self._stack.clear()
@@ -135,13 +164,28 @@ class Modules:
     def _generating(self, own: Any) -> Callable[..., Any]:
         @functools.wraps(own)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return own(*args, **kwargs)
-            with self.on_generate(args, kwargs):
-                return own(*args, **kwargs)
+            run = generate.own  # pyright: ignore
+            if threading.get_ident() != self._thread or not self._handles:
+                return run(*args, **kwargs)
+            return self.on_generate(run, args, kwargs)
 
+        generate.own, generate.by = own, self  # pyright: ignore
         generate.replaced = self.model.__dict__.get("generate")  # pyright: ignore
         return generate
+
+    def _restore(self, attributes: dict[str, Any]) -> None:
+        """Take this watch's `generate` out of those that blocks have put over each other."""
+        above, own = None, attributes.get("generate")
+        while own is not None and getattr(own, "by", None) is not self:
+            above, own = own, getattr(own, "replaced", None)
+        if own is None:
+            return
+        if above is not None:
+            above.own, above.replaced = own.own, own.replaced
+        elif own.replaced is not None:
+            attributes["generate"] = own.replaced
+        else:
+            del attributes["generate"]
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, inputs: Any) -> None:
@@ -153,6 +197,13 @@ class Modules:
             self._stack.append(name)
 
         return enter
+
+    def _stepping(self, name: str) -> Callable[..., None]:
+        def step(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == self._thread:
+                self.on_step(name, cached(kwargs), _count(inputs, kwargs))
+
+        return step
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,48 @@ from clearhead.masks import Mask
 __all__ = ["Stitcher", "Track", "join"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Beams:
+    """Which row of each step's batch the new tokens of the returned sequences came from."""
+
+    rows: int  # of the batch of every step
+    prompt: int
+    indices: Tensor  # (sequence, step); -1 where the sequence had ended
+
+    def step(self, end: int) -> int:
+        """Say which step made the rows that end at this position; the prompt is the first."""
+        return max(end - self.prompt, 0)
+
+    def pick(self, x: Tensor, end: int) -> Tensor:
+        """Give the rows of the returned sequences, of a tensor that has those of the batch."""
+        if x.shape[0] != self.rows:
+            return x
+        return x[self.indices[:, self.step(end)].clamp(min=0).to(x.device)]
+
+    def ended(self, end: int) -> Tensor:
+        """Say which sequences have ended before these rows, (sequence,)."""
+        return self.indices[:, self.step(end)] < 0
+
+
+@dataclass(frozen=True, eq=False)
 class Piece:
     """New rows of one step: the call they come from, their positions and those of its sources."""
 
-    call: Call  # of chosen rows; without keys, which the track has
+    call: Call  # of these rows; without keys, which the track has
     rows: range  # of the call's own queries
     sizes: Sizes  # of the call
-    shift: int  # position of the call's source 0 in the whole sequence
-    order: list[Tensor] = field(default_factory=list)  # reorderings of the batch since
+    at: int  # position of the first row in the whole sequence
+    shift: int  # position of the call's source 0
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.at + len(self.rows)
+
+    def upto(self, end: int) -> Piece:
+        """Keep the rows before a position."""
+        rows = self.rows[: max(end - self.at, 0)]
+        return replace(self, rows=rows, call=_of_rows(self.call, slice(0, len(rows))))
 
 
 @dataclass(eq=False)
@@ -33,127 +66,203 @@ class Track:
     """All steps of one attention module."""
 
     pieces: list[Piece] = field(default_factory=list)
-    keys: list[Tensor] = field(default_factory=list)  # (batch, source_head, new, head_dim)
+    # (batch, source_head, some, head_dim) and the position after them
+    keys: list[tuple[int, Tensor]] = field(default_factory=list)
     covered: int = 0
     check: float | None = 0.0
+    beams: Beams | None = None
+    text: bool = False  # its queries are the tokens that the model is called on
+
+    def crop(self, end: int) -> None:
+        """Forget the rows and sources from a position on."""
+        self.pieces = [piece.upto(end) for piece in self.pieces if piece.at < end]
+        kept = []
+        for last, keys in self.keys:
+            first = last - keys.shape[2]
+            if first < end:
+                kept.append((min(last, end), keys[:, :, : end - first]))
+        self.keys, self.covered = kept, end
+
+    def remember(self, keys: Tensor, end: int, apart: bool) -> None:
+        """Keep new sources; pieces of about one size grow together, unless they stay apart."""
+        # a cache is written to again, and holding a view would hold all of it
+        keys = keys.clone()
+        while not apart and self.keys and self.keys[-1][1].shape[2] <= keys.shape[2]:
+            keys = torch.cat([self.keys.pop()[1], keys], 2)
+        self.keys.append((end, keys))
+
+    def goes_on(self, keys: Tensor, shift: int) -> bool:
+        """Whether the sources of a call begin with those that were there before."""
+        for end, past in self.keys:
+            first = max(end - past.shape[2], shift)
+            past, now = past[:, :, past.shape[2] - (end - first) :], keys[:, :, first - shift :]
+            if end > first and not torch.equal(past, now[:, :, : end - first]):
+                return False
+        return True
 
 
 class Stitcher:
     """Collects the calls of one run of `generate()`."""
 
     def __init__(self, prompt: int | None) -> None:
-        self.tracks: dict[tuple[str, str], Track] = {}
+        self.tracks: dict[tuple[Any, ...], Track] = {}
         self.broken: set[str] = set()
-        self._prompt = prompt
-        self._order: Tensor | None = None
+        self.module = ""  # the name of the module that is called for each step
+        self._given = self._prompt = prompt
+        self._batch = self._loops = 0
+        self._beams = False
+        self._start: int | None = None
+        self._count: int | None = None
+        self._nth: dict[tuple[str, str], int] | None = None
+
+    def loop_begins(self, name: str, tokens: Tensor, beams: bool) -> None:
+        """Start new sequences, by calls of the module of this name."""
+        self._loops += 1
+        self.module, self._batch, self._beams = name, tokens.shape[0], beams
+        self._prompt = tokens.shape[1] or self._given
+
+    def loop_over(self, sequences: Tensor, beams: Tensor | None) -> None:
+        """Cut off what was not accepted, or learn which rows the sequences come from."""
+        length = sequences.shape[1] - 1
+        if self._prompt and length < self._prompt:
+            length += self._prompt  # embeddings went in: only the new tokens come out
+        for key, track in self.tracks.items():
+            if key[0] != self._loops or not track.pieces:
+                continue
+            if beams is None:
+                if track.text and track.covered > length:
+                    track.crop(length)
+            elif track.pieces[0].sizes.batch == self._batch:
+                prompt = self._prompt_of(track) if track.text else track.covered
+                track.beams = Beams(self._batch, prompt, beams)
+
+    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
+        """Start a step, on `count` tokens after those in the cache."""
+        if name == self.module:
+            self._start, self._count, self._nth = start, count, {}
 
     def prompt(self, track: Track) -> int | None:
         """How many positions of a track were not generated; None where nothing was."""
-        if len(track.pieces) == 1:
-            return None
-        return self._prompt or len(track.pieces[0].rows)
+        return None if len(track.pieces) == 1 and not track.text else self._prompt_of(track)
 
-    def add(self, call: Call, check: float | None) -> None:
+    def _prompt_of(self, track: Track) -> int:
+        first = track.pieces[0]
+        return self._prompt or first.end
+
+    def add(self, call: Call, check: float | None, stepping: bool) -> None:
         """Take the rows of a step that were not there before."""
-        track = self.tracks.setdefault((call.module, call.kind), Track())
-        _, _, query, source = call.sizes
+        track = self._track(call, stepping)
         if check is None or track.check is None:
             track.check = None
         else:
             track.check = max(track.check, check)
-        again = query == source and track.covered > 0 and call.kind == "self"
-        new = max(query - track.covered, 1) if again else query
-        whole = track.covered + new
+        query, source = call.sizes[2:]
+        at, whole = self._positions(call, track, stepping)
+        if at == whole:
+            return
+        if at < track.covered:
+            track.crop(at)
         shift = 0 if call.kind == "cross" else max(whole - source, 0)
-        if track.pieces and not self._follows(track, call, shift, again):
+        if not self._follows(call, track, at, shift):
             self.broken.add(call.module)
-        rows = range(query - new, query)
+        rows = range(query - (whole - at), query)
         sizes = Sizes(query, source, *call.sizes[:2])
-        track.pieces.append(Piece(_lean(call, rows), rows, sizes, shift))
+        track.pieces.append(Piece(_lean(call, rows), rows, sizes, at, shift))
+        track.text, track.covered = query == self._count, whole
         if call.key is not None and (call.kind == "self" or not track.keys):
-            keys = call.key
-            if call.kind == "self":
-                keys = keys[:, :, whole - new - shift : whole - shift]
-            # a cache is written to again, and holding a view would hold all of it
-            track.keys.append(keys.clone())
-        track.covered = whole
+            end = whole if call.kind == "self" else source
+            # the first step has all sources, also those of a cache that was there before
+            first = max(at, shift) if track.keys else shift
+            track.remember(call.key[:, :, first - shift : end - shift], end, apart=self._beams)
 
-    def _follows(self, track: Track, call: Call, shift: int, again: bool) -> bool:
-        """Check that the call's cache goes on from the last step's, up to an order of the batch."""
-        if call.kind == "cross":
-            if self._order is not None and len(self._order) == call.sizes[0]:
-                _reorder(track, self._order)
+    def _track(self, call: Call, stepping: bool) -> Track:
+        """Find the track of a module; what runs outside of the steps has one for each call."""
+        place = (call.module, call.kind)
+        if self._nth is None:
+            key: tuple[Any, ...] = (self._loops, place, 0)
+        elif stepping:
+            number = self._nth[place] = self._nth.get(place, -1) + 1
+            key = (self._loops, place, number)
+        else:
+            key = (None, place, len(self.tracks))
+        return self.tracks.setdefault(key, Track())
+
+    def _positions(self, call: Call, track: Track, stepping: bool) -> tuple[int, int]:
+        """Give the position of the first new row of a call, and that after the last."""
+        query, source = call.sizes[2:]
+        alone = call.kind == "self" and query == source
+        if self._start is not None and stepping and not (alone and self._start):
+            return self._start, self._start + query
+        if alone or (call.kind == "cross" and query > track.covered):
+            # no cache: all rows come again
+            if query < track.covered:
+                self.broken.add(call.module)
+            return min(track.covered, query), query
+        return track.covered, track.covered + query
+
+    def _follows(self, call: Call, track: Track, at: int, shift: int) -> bool:
+        """Check that a call goes on from the step before, with the same rows of the batch."""
+        if not track.pieces:
             return True
-        if call.key is None or again or not track.keys:
-            return True
-        past = torch.cat(track.keys, 2)[:, :, shift:]
-        now = call.key[:, :, : past.shape[2]]
-        if past.shape == now.shape and torch.equal(past, now):
-            self._order = None
-            return True
-        order = _match(past, now)
-        if order is None:
+        if at > track.covered:
             return False
-        self._order = order
-        _reorder(track, order)
-        return True
+        query, source = call.sizes[2:]
+        if self._beams or call.key is None or call.kind == "cross" or query == source:
+            return True
+        return track.goes_on(call.key, shift)
 
 
 def _lean(call: Call, rows: range) -> Call:
-    """Keep of a call only what stitching needs."""
+    """Keep of some rows of a call only what stitching needs."""
+    call = call.but(key=None, value=None, rest=None, dropped=None)
+    return _of_rows(call, slice(rows.start, rows.stop))
+
+
+def _of_rows(call: Call, at: slice) -> Call:
     if call.scores is None:
-        return call.but(query=_rows(call.query, rows), key=None, value=None)
+        assert call.query is not None
+        return call.but(query=call.query[:, :, at])
     assert call.weights is not None
     assert call.lse is not None
-    at = slice(rows.start, rows.stop)
     return call.but(
-        key=None,
-        value=None,
-        scores=call.scores[:, :, at],
-        weights=call.weights[:, :, at],
-        lse=call.lse[:, :, at],
+        scores=call.scores[:, :, at], weights=call.weights[:, :, at], lse=call.lse[:, :, at]
     )
-
-
-def _match(past: Tensor, now: Tensor) -> Tensor | None:
-    """Find for each sample the earlier one whose cache it goes on from."""
-    if past.shape[1:] != now.shape[1:]:
-        return None
-    found = []
-    for sample in now:
-        same = [at for at, old in enumerate(past) if torch.equal(old, sample)]
-        if not same:
-            return None
-        found.append(same[0])
-    return torch.tensor(found, device=past.device)
-
-
-def _reorder(track: Track, order: Tensor) -> None:
-    for piece in track.pieces:
-        piece.order.append(order)
-    track.keys = [keys[order] if len(keys) > 1 else keys for keys in track.keys]
 
 
 def join(track: Track, known: list[tuple[Tensor, Mask]]) -> Call:
     """Make one call of all steps; equal masks are shared through `known`."""
+    if track.beams is not None:
+        steps = track.beams.indices.shape[1]
+        kept = [piece for piece in track.pieces if track.beams.step(piece.end) < steps]
+        track.pieces, track.covered = kept, kept[-1].end
     first = track.pieces[0].call
     source = track.pieces[0].sizes.source if first.kind == "cross" else track.covered
     if first.scores is not None:
         return _join_scores(track, first, source)
-    queries = [_picked(p.call.query, p.order) for p in track.pieces]
-    key = torch.cat(track.keys, 2)
+    queries = torch.cat([_picked(track, piece, piece.call.query) for piece in track.pieces], 2)
+    key = _keys(track, source)
     mask = look.shared(_join_masks(track, source), known)
     bias = None
-    if any(p.call.bias is not None for p in track.pieces):
+    if any(piece.call.bias is not None for piece in track.pieces):
         bias = _placed(track, source, 0.0, _bias_rows)
-    return first.but(query=torch.cat(queries, 2), key=key, value=key, mask=mask, bias=bias)
+    return first.but(query=queries, key=key, value=key, mask=mask, bias=bias)
+
+
+def _keys(track: Track, source: int) -> Tensor:
+    """Give the sources of all positions; those that a window had left behind are zeros."""
+    beams, parts = track.beams, [(end, keys) for end, keys in track.keys]
+    if beams is not None and len(parts) == 1:
+        parts = [(0, parts[0][1])]
+    keys = [keys if beams is None else beams.pick(keys, end) for end, keys in parts]
+    whole = torch.cat(keys, 2)[:, :, :source]
+    return torch.nn.functional.pad(whole, (0, 0, source - whole.shape[2], 0))
 
 
 def _join_scores(track: Track, first: Call, source: int) -> Call:
     low = torch.finfo(first.scores.dtype).min if first.scores is not None else -math.inf
-    scores = _placed(track, source, -math.inf, lambda p: _open(p.call.scores, low))
-    weights = _placed(track, source, 0.0, lambda p: p.call.weights)
-    lse = torch.cat([_picked(p.call.lse, p.order) for p in track.pieces], 2)
+    scores = _placed(track, source, -math.inf, lambda piece: _open(piece.call.scores, low))
+    weights = _placed(track, source, 0.0, lambda piece: piece.call.weights)
+    lse = torch.cat([_picked(track, p, p.call.lse, -math.inf) for p in track.pieces], 2)
     return first.but(scores=scores, weights=weights, lse=lse, key=None)
 
 
@@ -163,7 +272,7 @@ def _open(scores: Any, low: float) -> Tensor:
 
 def _join_masks(track: Track, source: int) -> Tensor:
     def edges(piece: Piece) -> Tensor:
-        device = track.keys[0].device
+        device = track.keys[0][1].device
         rows = torch.tensor(list(piece.rows), dtype=torch.int64, device=device)
         columns = torch.arange(piece.sizes.source, device=device)
         if piece.call.mask is None:
@@ -179,7 +288,7 @@ def _placed(track: Track, source: int, blank: Any, part: Any) -> Tensor:
     """Put the rows of all steps below each other, each at the positions of its sources."""
     laid = []
     for piece in track.pieces:
-        rows = _picked(part(piece), piece.order)
+        rows = _picked(track, piece, part(piece), blank)
         width = min(rows.shape[-1], source - piece.shift)
         whole = rows.new_full((*rows.shape[:-1], source), blank)
         whole[..., piece.shift : piece.shift + width] = rows[..., :width]
@@ -193,15 +302,17 @@ def _bias_rows(piece: Piece) -> Tensor:
     if bias is None:
         assert piece.call.query is not None
         bias = piece.call.query.new_zeros(1, 1, 1, 1)
-    bias = bias if bias.shape[2] == 1 else _rows(bias, piece.rows)
+    if bias.shape[2] != 1:
+        bias = bias[:, :, piece.rows.start : piece.rows.stop]
     return bias.expand(*bias.shape[:2], len(piece.rows), piece.sizes.source)
 
 
-def _rows(x: Any, rows: range) -> Tensor:
-    return x[:, :, rows.start : rows.stop]
-
-
-def _picked(x: Any, order: list[Tensor]) -> Tensor:
-    for index in order:
-        x = x[index] if x.shape[0] > 1 else x
-    return x
+def _picked(track: Track, piece: Piece, x: Any, blank: Any = None) -> Tensor:
+    """Give the rows of the returned sequences; blank where a sequence had ended."""
+    if track.beams is None:
+        return x
+    x, ended = track.beams.pick(x, piece.end), track.beams.ended(piece.end)
+    if blank is None or not bool(ended.any()):
+        return x
+    ended = ended.to(x.device).reshape(-1, *(1,) * (x.ndim - 1))
+    return torch.where(ended, x.new_full((), blank), x)
