@@ -307,7 +307,7 @@ class Results:
         if isinstance(reading, readings.LogSumExp):
             return self.lse
         if isinstance(reading, readings.Entropy):
-            return self.entropy
+            return self._normalized() if reading.normalized else self.entropy
         if isinstance(reading, readings.Distance):
             return self.distance
         if isinstance(reading, readings.Mass):
@@ -323,6 +323,19 @@ class Results:
         queries, sources, total, most = self.cells
         edges = queries.diff()[:, None] * sources.diff()
         return BlockMapValue(total.sum(0) / edges, most.amax(0))
+
+    def _normalized(self) -> Tensor:
+        """The entropy over the log of how many sources each row may read; 0 where that is one."""
+        entropy, ranges = self.entropy, self.inputs.ranges
+        assert entropy is not None
+        if ranges is None:
+            count = torch.tensor(self.source)
+        else:
+            start, stop = (x[0].clamp(0, self.source) for x in ranges)
+            count = stop - start
+        many = count > 1
+        largest = torch.where(many, count, 2).to(entropy.dtype).log()
+        return torch.where(many | entropy.isnan(), entropy / largest, 0)
 
 
 def cuts(size: int, cells: int) -> Tensor:
@@ -342,11 +355,19 @@ def native_readings(problem: Problem, read: tuple[Reading, ...]) -> tuple[Readin
         if (
             kind in ALWAYS
             or kind in ONCE
-            or (type(reading) is readings.Entropy and not reading.normalized)
+            or (type(reading) is readings.Entropy and (not reading.normalized or counted(problem)))
         ):
             kinds.add(kind)
             taken.append(reading)
     return tuple(taken)
+
+
+def counted(problem: Problem) -> bool:
+    """Say whether one subtraction tells how many sources a row may read."""
+    if problem.mask is None or problem.bias is not None:
+        return problem.bias is None
+    ranges = ranges_of(problem.mask, problem)
+    return ranges is not None and len(ranges.start) == 1
 
 
 ALWAYS = {
