@@ -33,11 +33,20 @@ class Architecture:
         config = getattr(transformers, self.config)(**self.options)
         config._attn_implementation = backend
         model = getattr(transformers, self.model)(config)
-        return model.eval()
+        return sharpened(model).eval()
 
     def read(self, batch: int = 2, length: int = 11) -> dict[str, Tensor]:
         """Make the model's inputs."""
         return _INPUTS[self.inputs](batch, length)
+
+
+@torch.no_grad()
+def sharpened(model: nn.Module) -> nn.Module:
+    """Enlarge weights drawn at the usual 0.02, whose attention is even and tells nothing apart."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and 0 < float(parameter.std()) < 0.05:
+            parameter *= 6
+    return model
 
 
 def tokens(batch: int, length: int) -> dict[str, Tensor]:

@@ -115,7 +115,7 @@ GENERATING = [
 ]  # fmt: skip
 
 
-def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     some = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     inputs = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
     return model.generate(**inputs, **{**some, **options})
@@ -180,21 +180,193 @@ def test_caches(name: str, backend: str, cache: str):
     assert not seen.notes
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "BART", "T5"])
+BEAMS = {
+    "best": {"num_beams": 3},
+    "all": {"num_beams": 3, "num_return_sequences": 3},
+    "early": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": -2.0},
+    "late": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 3.0, "use_cache": False},
+    "drawn": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
+    "static": {"num_beams": 3, "num_return_sequences": 3, **CACHES["static"]},
+    "chunks": {"num_beams": 3, "num_return_sequences": 3, **CACHES["chunks"]},
+}
+BEAMING = [(name, "sdpa", beams) for name in ("Llama", "Mistral") for beams in BEAMS]
+BEAMING += [(name, "eager", beams) for name in ("Llama", "BART") for beams in ("all", "early")]
+BEAMING += [(name, "sdpa", beams) for name in ("BART", "T5") for beams in ("all", "early", "late")]
+BEAMING += [("Bloom", "eager", "early"), ("GPT-2", "sdpa", "early"), ("Gemma 3", "sdpa", "static")]
+
+
+def lengths(made: Tensor, prompt: int, ends: list[int]) -> list[int]:
+    """How long each sequence is, with the token that ends it."""
+    found = []
+    for row in made.tolist():
+        after = [at + 1 for at in range(prompt, len(row)) if row[at] in ends]
+        found.append(min([*after, len(row)]))
+    return found
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("name", "backend", "beams"), BEAMING)
+@torch.no_grad()
+def test_beams(name: str, backend: str, beams: str, padded: bool):
+    """Each sequence that came out has the rows of a pass of its own, and none where it ended."""
+    one, options = BY_NAME[name], {"max_new_tokens": 6, "min_new_tokens": None, **BEAMS[beams]}
+    model, inputs = one.make(backend), one.read()
+    inputs.pop("decoder_input_ids", None)
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, :4] = 0
+    prompt = 11 if one.family == "decoder" else 1
+    if beams in ("early", "late"):  # tokens that are about to come end the sequence
+        free = generate(model, inputs, num_beams=3, max_new_tokens=6, eos_token_id=None)
+        options["eos_token_id"] = [int(free[0, prompt + 2]), int(free[1, prompt + 3]), 7, 8]
+    else:
+        options["eos_token_id"] = None
+    torch.manual_seed(5)
+    before = generate(model, inputs, **options)
+    torch.manual_seed(5)
+    with ch.watch(model, read=WEIGHTS) as seen:
+        made = generate(model, inputs, **options)
+    assert torch.equal(before, made)
+    assert not seen.notes
+    decoder = [record for record in seen if record.prompt is not None]
+    assert {record.prompt for record in decoder} == {prompt}
+    assert {record.sizes[::2] for record in decoder} == {(len(made), made.shape[1] - 1)}
+    apart = 0.0
+    for at, length in enumerate(lengths(made, prompt, options["eos_token_id"] or [])):
+        sample = at * 2 // len(made)
+        own = {key: x[sample : sample + 1] for key, x in inputs.items()}
+        eager = teach(one, own, made[at : at + 1, :length])[-len(decoder) :]
+        some = slice(4 if padded and sample == 0 and prompt > 1 else 0, length - 1)
+        for record, weights in zip(decoder, eager, strict=True):
+            source = weights.shape[3]
+            got = record.value[at, :, some, :source]
+            torch.testing.assert_close(got, weights[0, :, some], rtol=0, atol=1e-5)
+            assert not record.value[at, :, length - 1 :].any()
+            other = record.value[at - 1, :, some, :source]
+            apart = max(apart, float((other - weights[0, :, some]).abs().max()))
+    assert apart > 1e-3  # rows of another sequence would have been found out
+
+
+@torch.no_grad()
+def test_beams_keep_what_generate_answers():
+    model, inputs = BY_NAME["Llama"].make("sdpa"), BY_NAME["Llama"].read()
+    for asked in (None, False, True):
+        options = {"num_beams": 2, "return_dict_in_generate": asked}
+        before = generate(model, inputs, **options)
+        with ch.watch(model):
+            after = generate(model, inputs, **options)
+        assert type(after) is type(before)
+        for name in before if asked else ():
+            assert asked
+            assert type(before[name]) is type(after[name])
+        assert all(map(torch.equal, leaves(before)[:1], leaves(after)[:1]))
+
+
+DRAFTED = [
+    (name, drafts)
+    for name in ("Llama", "Mistral", "Gemma 3", "GPT-2", "Falcon", "BART", "T5")
+    for drafts in ("assistant", "prompt")
+] + [("Llama", "itself"), ("Mistral", "itself"), ("Gemma 3", "itself")]
+
+
+@pytest.mark.parametrize(("name", "drafts"), DRAFTED)
+@torch.no_grad()
+def test_drafted_tokens_that_were_rejected_leave_no_rows(name: str, drafts: str):
+    one = BY_NAME[name]
+    model, inputs = one.make("sdpa"), one.read(batch=1)
+    inputs = {"input_ids": inputs["input_ids"][:, :6].repeat(1, 2)}
+    helper: Any = one.make("sdpa")
+    some = torch.Generator().manual_seed(3)
+    for parameter in helper.parameters():
+        parameter += (
+            0.4 * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=some)
+        )
+    options: dict[str, Any] = {
+        "assistant": {"assistant_model": helper},
+        "prompt": {"prompt_lookup_num_tokens": 3},
+        "itself": {"assistant_early_exit": 1},
+    }[drafts]
+    options |= {"max_new_tokens": 9, "eos_token_id": None, "min_new_tokens": None}
+    before = generate(model, inputs, **options)
+    rows = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(
+            kwargs["decoder_input_ids" if one.family == "encoder-decoder" else "input_ids"].shape[1]
+        ),
+        with_kwargs=True,
+    )
+    with ch.watch(model, read=WEIGHTS) as seen:
+        made = generate(model, inputs, **options)
+    handle.remove()
+    assert torch.equal(before, made)
+    assert sum(rows) > made.shape[1] - 1  # some were computed twice
+    assert_seen(seen, teach(one, inputs, made))
+    assert bool(seen.notes) == (drafts == "itself")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "GPT-2"])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @torch.no_grad()
-def test_beams(name: str, backend: str):
-    """Every sequence that came out was a beam, whose rows are those of a pass of its own."""
+def test_a_generation_that_goes_on_from_a_cache(name: str, backend: str):
     one = BY_NAME[name]
-    model, inputs = one.make(backend), one.read(batch=1)
+    model, inputs = one.make(backend), one.read()
+    first = generate(model, inputs, return_dict_in_generate=True)
+    more = torch.randint(3, 53, (2, 3), generator=torch.Generator().manual_seed(7))
+    said = {"input_ids": torch.cat([first.sequences, more], 1), "cache": first.cache}
     with ch.watch(model, read=WEIGHTS) as seen:
-        made = generate(model, inputs, num_beams=3, num_return_sequences=3)
-    inputs = {key: value.expand(3, -1) for key, value in inputs.items()}
-    inputs.pop("decoder_input_ids", None)
-    decoder = [record for record in seen if record.prompt is not None]
-    for record, weights in zip(decoder, teach(one, inputs, made)[-len(decoder) :], strict=True):
-        for beam in weights:
-            assert (record.value - beam).abs().amax((1, 2, 3)).min() < 1e-5
+        made = generate(model, said)
+    past = first.sequences.shape[1] - 1
+    for record, weights in zip(seen, teach(one, inputs, made), strict=True):
+        assert record.prompt == past + 1 + 3
+        got, want = record.value, weights[:, :, past:]
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert not seen.notes
+
+
+@torch.no_grad()
+def test_several_samples_and_embeddings():
+    one = BY_NAME["Llama"]
+    model, inputs = one.make("sdpa"), one.read()
+    with ch.watch(model, read=WEIGHTS) as seen:
+        made = generate(model, inputs, do_sample=True, num_return_sequences=3)
+    assert len(made) == 6
+    assert_seen(seen, teach(one, {}, made))
+    vectors = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}  # type: ignore
+    for beams in (1, 2):
+        with ch.watch(model, read=WEIGHTS) as seen:
+            made = generate(model, vectors, num_beams=beams, max_new_tokens=5)
+        whole = torch.cat([inputs["input_ids"], made], 1)
+        assert_seen(seen, teach(one, {}, whole))
+        assert {record.prompt for record in seen} == {11}
+
+
+THROUGH = [(name, cache) for name in ("Llama", "Mistral", "Gemma 3") for cache in CACHES]
+THROUGH += [(name, "dynamic") for name in ("Llama", "Gemma 3", "GPT-2", "BART", "T5", "Whisper")]
+
+
+@pytest.mark.parametrize(("name", "cache"), THROUGH)
+@torch.no_grad()
+def test_through_in_generation(name: str, cache: str):
+    """clearhead's kernel makes the steps: the tokens are those of the model's own."""
+    one, options = BY_NAME[name], CACHES.get(cache, {})
+    model, inputs = one.make("sdpa"), one.read()
+    options = {**options, "return_dict_in_generate": True, "output_logits": True}
+    before = generate(model, inputs, **options)
+    with ch.watch(model, read=WEIGHTS) as plain:
+        generate(model, inputs, **options)
+    with ch.watch(model, read=WEIGHTS, through=True) as seen:
+        after = generate(model, inputs, **options)
+    assert torch.equal(before.sequences, after.sequences)
+    changed = 0
+    for own, ours in zip(before.logits, after.logits, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-4)
+        changed += int((ours != own).sum())
+    assert changed  # another kernel made them, indeed
+    for record, other in zip(seen, plain, strict=True):
+        torch.testing.assert_close(record.value, other.value, rtol=0, atol=1e-5)
+        assert record.check is not None
+        assert record.check < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

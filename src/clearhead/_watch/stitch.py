@@ -75,13 +75,16 @@ class Track:
 
     def crop(self, end: int) -> None:
         """Forget the rows and sources from a position on."""
+        cross = self.pieces[0].call.kind == "cross"
         self.pieces = [piece.upto(end) for piece in self.pieces if piece.at < end]
-        kept = []
-        for last, keys in self.keys:
-            first = last - keys.shape[2]
-            if first < end:
-                kept.append((min(last, end), keys[:, :, : end - first]))
-        self.keys, self.covered = kept, end
+        self.covered = end
+        if cross:
+            return
+        pairs = [(last - keys.shape[2], last, keys) for last, keys in self.keys]
+        self.keys = [
+            (min(last, end), keys[:, :, : end - first])
+            for first, last, keys in pairs if first < end
+        ]  # fmt: skip
 
     def remember(self, keys: Tensor, end: int, apart: bool) -> None:
         """Keep new sources; pieces of about one size grow together, unless they stay apart."""
@@ -233,8 +236,7 @@ def join(track: Track, known: list[tuple[Tensor, Mask]]) -> Call:
     """Make one call of all steps; equal masks are shared through `known`."""
     if track.beams is not None:
         steps = track.beams.indices.shape[1]
-        kept = [piece for piece in track.pieces if track.beams.step(piece.end) < steps]
-        track.pieces, track.covered = kept, kept[-1].end
+        track.crop(max(p.end for p in track.pieces if track.beams.step(p.end) < steps))
     first = track.pieces[0].call
     source = track.pieces[0].sizes.source if first.kind == "cross" else track.covered
     if first.scores is not None:
