@@ -50,9 +50,10 @@ check: $(STAMP)  ## format, lint and types
 	$(BIN)/ruff check
 	$(BIN)/basedpyright
 
-bench: $(STAMP)  ## measure this machine (tables on the terminal)
+# onnxruntime is only a peer to measure beside: where it cannot be had, its columns say so.
+bench: $(STAMP)  ## measure this machine beside torch and onnxruntime (a table on the terminal)
+	-$(BIN)/python -m pip install --quiet -c constraints.txt onnx onnxruntime
 	$(BIN)/python benchmarks/run.py
-	$(BIN)/python benchmarks/native.py
 
 checkpoint: $(STAMP)  ## train the shipped GPT again, from its seed
 	$(BIN)/python -m clearhead.models.train

@@ -1,0 +1,175 @@
+"""A row of the benchmark: who does the work, what it costs at least, and how it is timed.
+
+Everyone in a row has to agree before anyone is timed. Then they take turns, round after round, and
+the machine's own limit takes its turn with them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import machine
+
+Way = Callable[[], Any]
+# A sample takes at least so long: calls of microseconds are repeated.
+SAMPLE = 0.02
+# Threads of torch that wait for more work keep a core busy for so long after a call.
+PAUSE = 0.01
+# Above what rounding does, below what a wrong mask does: a share of the largest number.
+AGREE = {torch.float32: 2.0**-12, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`of` takes at least `least` times as long as ours; or ours takes `most` (seconds, bytes).
+
+    "peak" stands for the share of the machine's multiply-adds.
+    """
+
+    of: str = ""
+    least: float = 0.0
+    most: float | None = None
+
+
+@dataclass
+class Row:
+    """One piece of work. "ours" is one of its ways; all of them give the same answer."""
+
+    name: str
+    ways: dict[str, Way]
+    dtype: torch.dtype = torch.float32
+    flops: float = 0.0
+    yardsticks: dict[str, Way] = field(
+        default_factory=dict
+    )  # timed beside, with no answer to check
+    floor: str = (
+        ""  # the yardstick that nobody can be faster than, where it is not the multiply-adds
+    )
+    peer: str = "SDPA"  # whose time the bound is said of
+    goals: tuple[Goal, ...] = ()
+    compare: int = 1  # so many leading tensors of an answer have to agree
+    error: Callable[[], float] | None = None
+    unit: str = "s"
+    note: str = ""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Settings:
+    """How much of it, and how it is timed."""
+
+    quick: bool = False
+    rounds: int = 9
+    seconds: float = 12.0  # after so long a row ends, with three rounds at least
+    cpu_time: bool = False
+    dtype: str = "float32"
+    shape: tuple[int, ...] | None = None
+    mask: str | None = None
+    read: str | None = None
+    impl: str | None = None
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.process_time if self.cpu_time else time.perf_counter
+
+
+def check(row: Row) -> None:
+    """Refuse a row in which somebody gives another answer than ours."""
+    right = answer(row.ways["ours"], row.compare)
+    for name in row.ways.keys() - {"ours"}:
+        for place, (a, b) in enumerate(
+            zip(right, answer(row.ways[name], row.compare), strict=True)
+        ):
+            if a.shape != b.shape:
+                raise ValueError(f"{row.name}: {name} gives {tuple(b.shape)}, not {tuple(a.shape)}")
+            off = (a.double() - b.double()).abs().max().item()
+            most = AGREE[row.dtype] * max(a.double().abs().max().item(), 1e-6)
+            if not off <= most:
+                raise ValueError(f"{row.name}: {name} is off by {off:.1e} (output {place})")
+
+
+def answer(way: Way, count: int) -> list[Tensor]:
+    """Run a way once, and take the leading tensors of what it gives."""
+    tensors = [x.detach() for x in pytree.tree_leaves(way()) if isinstance(x, Tensor)]
+    if len(tensors) < count:
+        raise ValueError(f"{count} tensors to compare, and only {len(tensors)} are given")
+    return tensors[:count]
+
+
+def measure(row: Row, settings: Settings) -> None:
+    """Let everyone take turns, each often enough to be timed, in one order and then the other."""
+    runs = {**row.ways, **row.yardsticks}
+    if row.flops and machine.kernel() is not None:
+        runs["peak"] = machine.multiply_adds(row.dtype)
+    clock, counts = settings.clock, {}
+    for name, run in runs.items():
+        fastest = _seconds(run, 1, clock)
+        if fastest < SAMPLE:
+            fastest = min(_seconds(run, 1, clock) for _ in range(3))
+        counts[name] = max(1, int(SAMPLE / max(fastest, 1e-7)))
+    row.samples = {name: [] for name in runs}
+    end = time.monotonic() + settings.seconds
+    for turn in range(settings.rounds):
+        for name in list(runs) if turn % 2 == 0 else reversed(list(runs)):
+            time.sleep(PAUSE)
+            row.samples[name].append(_seconds(runs[name], counts[name], clock))
+        if time.monotonic() > end and turn >= 2:
+            break
+
+
+def _seconds(run: Way, count: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    for _ in range(count):
+        run()
+    return (clock() - start) / count
+
+
+def summary(row: Row) -> dict[str, Any]:
+    """The figures of a row, ready for JSON."""
+    middle = {name: statistics.median(x) for name, x in row.samples.items()}
+    ours = middle["ours"]
+    peak = row.flops and "peak" in middle and machine.PEAK_FLOPS / middle["peak"]
+    least = middle.get(row.floor) or (row.flops / peak if peak else None)
+    found = {
+        "work": row.name,
+        "dtype": str(row.dtype).removeprefix("torch."),
+        "unit": row.unit,
+        "ours": ours,
+        "spread": spread(row.samples["ours"]),
+        "others": {n: x for n, x in middle.items() if n not in ("ours", "peak")},
+        "yardsticks": list(row.yardsticks),
+        "of_peak": row.flops / ours / peak if peak else None,
+        "bound": middle[row.peer] / least if least and row.peer in middle else None,
+        "error": row.error() if row.error else None,
+        "note": row.note,
+        "samples": {n: [float(f"{x:.4g}") for x in s] for n, s in row.samples.items()},
+    }
+    found["goals"] = [_reached(goal, found) for goal in row.goals]
+    return found
+
+
+def spread(samples: list[float]) -> float | None:
+    """Half the distance between the quartiles, as a share of the median."""
+    if len(samples) < 3:
+        return None
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return (high - low) / 2 / middle
+
+
+def _reached(goal: Goal, found: dict[str, Any]) -> dict[str, Any]:
+    """A goal beside what was reached. None where the one it names was not there."""
+    if goal.most is not None:
+        return {"most": goal.most, "met": found["ours"] <= goal.most}
+    if goal.of == "peak":
+        got = found["of_peak"]
+    else:
+        got = found["others"][goal.of] / found["ours"] if goal.of in found["others"] else None
+    return {"of": goal.of, "least": goal.least, "met": None if got is None else got >= goal.least}

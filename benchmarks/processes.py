@@ -1,0 +1,112 @@
+"""Rows that need processes of their own: memory, and the start of the program.
+
+`python benchmarks/processes.py WAY LENGTH THREADS` is the child that measures memory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import Goal, Row
+
+HEAD, WIDTH = 12, 64
+# How the memory is taken, and up to which length: eager keeps several maps of T x T numbers.
+WAYS = {
+    "ours": 1 << 20,
+    "ours, no readings": 1 << 20,
+    "tiled": 1 << 20,
+    "SDPA": 1 << 20,
+    "eager": 4096,
+}
+
+
+def memory(lengths: Sequence[int]) -> Iterator[Row]:
+    """What a causal call takes over its inputs, the context included, with five readings."""
+    import torch
+
+    threads = torch.get_num_threads()
+    for length in lengths:
+        found = {n: [_peak(n, length, threads)] for n, most in WAYS.items() if length <= most}
+        goals = [Goal(most=60e6)] if length == 8192 else []
+        if "eager" in found:
+            goals.append(Goal("eager", 1))
+        yield Row(f"memory, five readings (1, {HEAD}, {length}, {WIDTH})", {}, unit="B",
+                  goals=tuple(goals), peer="eager", samples=found)  # fmt: skip
+
+
+def _peak(way: str, length: int, threads: int) -> float:
+    command = [sys.executable, __file__, way, str(length), str(threads)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def child(way: str, length: int, threads: int) -> int:
+    """Bytes by which the resident set grows at most during one call."""
+    import torch
+
+    torch.set_num_threads(threads)
+    call = _calls()[way]
+    call(torch.randn(1, HEAD, 64, WIDTH))
+    x = torch.randn(1, HEAD, length, WIDTH)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _resident("VmHWM")
+    call(x)
+    return _resident("VmHWM") - before
+
+
+def _calls() -> dict[str, Callable[[Any], Any]]:
+    import clearhead as ch
+    import peers
+    from cases import FIVE
+    from clearhead import masks
+
+    causal = masks.causal()
+    return {
+        "ours": lambda x: ch.attend(x, x, x, causal, read=FIVE),
+        "ours, no readings": lambda x: ch.attend(x, x, x, causal),
+        "tiled": lambda x: ch.attend(x, x, x, causal, read=FIVE, impl="tiled"),
+        "SDPA": lambda x: peers.sdpa(x, x, x, causal)(),
+        "eager": lambda x: peers.eager(x, x, x, causal)(),
+    }
+
+
+def _resident(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {name} in /proc/self/status")
+
+
+def start(rounds: int) -> Iterator[Row]:
+    """What a newcomer waits for: the import, and the first picture."""
+    commands = {
+        "import torch": ["-c", "import torch"],
+        "ours": ["-c", "import torch, clearhead"],
+        "look": ["-m", "clearhead", "look", "hell"],
+    }
+    spent: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, capture_output=True)
+            spent[name].append(time.perf_counter() - begin)
+    torch, ours, look = (spent[name] for name in commands)
+    added = median(ours) - median(torch)
+    yield Row(
+        "import torch, clearhead", {}, peer="import torch",
+        goals=(Goal(most=median(torch) + 0.15),), note=f"adds {added * 1e3:.0f} ms",
+        samples={"ours": ours, "import torch": torch},
+    )  # fmt: skip
+    yield Row(
+        "clearhead look hell", {}, peer="import torch", goals=(Goal(most=5.0),),
+        samples={"ours": look, "import torch": torch},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,243 @@
+"""The benchmark measures what it says: everyone in a row agrees, and a liar is refused.
+
+No time is asserted here; that everyone who is timed gave the same answer is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import clearhead as ch
+import layers
+import machine
+import measure
+import peers
+import processes
+import run
+import table
+from clearhead import masks, readings
+from measure import Goal, Row, Settings, check, summary
+
+F32, BF16 = torch.float32, torch.bfloat16
+SMALL = [(1, 3, 67, 16)]
+# Compiling takes too long here; a run checks FlexAttention as it checks all the others.
+OTHERS = ("SDPA, bool tensor", "eager", "onnxruntime")
+
+ROWS = {
+    "attend": lambda: cases.attend(SMALL, [F32, BF16], OTHERS),
+    "read": lambda: cases.read(SMALL, [F32, BF16]),
+    "weights": lambda: cases.weights(SMALL[0]),
+    "masks": lambda: cases.masked((1, 2, 131, 16), width=7, document=40, flex=False),
+    "backward": lambda: cases.backward(SMALL, [F32, BF16]),
+    "decode": lambda: cases.decode([129], [F32, BF16]),
+    "small": cases.small,
+    "tiled": lambda: cases.tiled(SMALL[0]),
+    "multihead": lambda: layers.multihead(size=67, width=48, head=3),
+    "training": lambda: layers.training(layers=1, heads=2, width=16, length=8),
+    "avx2": lambda: cases.isa(SMALL, "avx2"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_everyone_in_a_row_agrees(name: str) -> None:
+    for row in ROWS[name]():
+        assert len(row.ways) >= 2, row.name
+        check(row)
+
+
+@pytest.mark.parametrize("name", ["SDPA", "SDPA, bool tensor", "eager", "onnxruntime"])
+def test_a_liar_is_refused(name: str) -> None:
+    """A mask that is off by one position is the error that a benchmark hides best."""
+    if name == "onnxruntime":
+        pytest.importorskip("onnxruntime")
+    q, k, v = cases.tensors((1, 2, 33, 8), F32)
+    theirs, _ = peers.ways([name], q, k, v, masks.causal())
+    check(Row("right", {"ours": partial(ch.attend, q, k, v, masks.causal()), **theirs}))
+    shifted = masks.causal() - masks.diagonal(0) | masks.first(1)
+    with pytest.raises(ValueError, match=f"wrong: {name} is off by"):
+        check(Row("wrong", {"ours": partial(ch.attend, q, k, v, shifted), **theirs}))
+
+
+def test_other_shapes_and_nan_are_refused() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"they gives \(2, 1\), not \(2, 3\)"):
+        check(Row("r", {"ours": lambda: x, "they": lambda: x[:, :1]}))
+    with pytest.raises(ValueError, match="they is off by nan"):
+        check(Row("r", {"ours": lambda: x, "they": lambda: x * torch.nan}))
+    with pytest.raises(ValueError, match="2 tensors to compare, and only 1"):
+        check(Row("r", {"ours": lambda: x, "they": lambda: x}, compare=2))
+
+
+def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    q, k, v = cases.tensors((1, 2, 5, 8), F32)
+    found, note = peers.ways(["SDPA", "onnxruntime"], q, k, v)
+    assert list(found) == ["SDPA"]
+    assert note == "onnxruntime: not installed"
+    _, note = peers.ways(["onnxruntime"], q, k, v, masks.window(2))
+    assert note == "onnxruntime: no mask of this kind"
+
+
+def test_the_kernel_of_avx2_is_put_back() -> None:
+    kernel = machine.kernel()
+    if kernel is None or "avx2" not in kernel.available():
+        pytest.skip("no kernel for AVX2 here")
+    before, rows = kernel.isa(), cases.isa(SMALL, "avx2")
+    assert next(rows).name.startswith("avx2, full")
+    assert kernel.isa() == "avx2"
+    list(rows)
+    assert kernel.isa() == before
+
+
+def test_a_row_is_measured_in_turns() -> None:
+    calls: list[str] = []
+    row = Row("r", {"ours": lambda: calls.append("o"), "they": lambda: calls.append("t")})
+    measure.SAMPLE, kept = 0.0, measure.SAMPLE
+    try:
+        measure.measure(row, Settings(rounds=3))
+    finally:
+        measure.SAMPLE = kept
+    assert "".join(calls[-6:]) == "ottoot"
+    assert [len(samples) for samples in row.samples.values()] == [3, 3]
+
+
+def found(**more: Any) -> dict[str, Any]:
+    """A row with the samples of a made-up machine that does 100 operations a second."""
+    given: dict[str, Any] = {
+        "samples": {"ours": [2.0, 2.0, 2.0], "SDPA": [3.0, 3.0, 4.0], "sum": [1.0, 1.0, 1.0],
+                    "peak": [machine.PEAK_FLOPS / 100] * 3},
+        "yardsticks": {"sum": lambda: None}, "flops": 150.0,
+    }  # fmt: skip
+    return summary(Row("work", {}, **(given | more)))
+
+
+def test_the_bound_is_of_the_peak_or_of_a_yardstick() -> None:
+    row = found()
+    assert row["of_peak"] == pytest.approx(0.75)  # 150 operations take 1.5 s at the peak, ours 2 s
+    assert row["bound"] == pytest.approx(3 / 1.5)
+    assert found(floor="sum")["bound"] == pytest.approx(3.0)
+    assert found(flops=0.0)["bound"] is None
+
+
+@pytest.mark.parametrize(
+    ("goal", "met"),
+    [
+        (Goal("SDPA", 1.5), True), (Goal("SDPA", 1.6), False), (Goal("flex", 2), None),
+        (Goal("peak", 0.7), True), (Goal("peak", 0.8), False), (Goal("sum", 0.5), True),
+        (Goal(most=2.0), True), (Goal(most=1.9), False),
+    ],
+)  # fmt: skip
+def test_goals(goal: Goal, met: bool | None) -> None:
+    assert found(goals=(goal,))["goals"][0]["met"] is met
+
+
+def test_the_table_says_all_of_a_row() -> None:
+    goals = (Goal("SDPA", 2.3), Goal("flex", 2), Goal("peak", 0.7))
+    assert table.line(found(goals=goals, error=lambda: 1.1, note="flex: not here")) == (
+        "| work | float32 | 2.00 s ± 0% | SDPA 3.00 s (1.50x); sum 1.00 s (0.50x) (flex: not here) "
+        "| 75% | 2.00x | 1.10 "
+        "| 2.3x SDPA: missed; 2x flex: not measured; 70% of peak: met |"
+    )
+    assert table.HEAD.splitlines()[0].count("|") == table.line(found()).count("|")
+
+
+def test_amounts() -> None:
+    assert [table.amount(x, "s") for x in (2.0, 0.0123, 1.234e-5, 0.4567)] == [
+        "2.00 s", "12.3 ms", "12.3 us", "457 ms",
+    ]  # fmt: skip
+    assert [table.amount(x, "B") for x in (60e6, 500.0)] == ["60.0 MB", "0.50 kB"]
+
+
+def test_losses_are_on_the_page_and_yardsticks_are_none() -> None:
+    slow = found(samples={"ours": [2.0] * 3, "SDPA": [1.0] * 3, "ours, no readings": [1.0] * 3})
+    text = table.page({"machine": "made up"}, {"attend": [slow], "avx2": []}, "run it")
+    assert "Made by `run it`" in text
+    assert "- work, float32: SDPA takes 0.50x ours\n" in text
+    assert "no readings takes" not in text
+    assert "## Context alone\n\n| work |" in text
+    assert text.endswith("Not measured on this machine.\n")
+    assert "Nowhere in this table." in table.page({}, {"attend": [found()]}, "")
+
+
+def test_every_group_has_a_title() -> None:
+    assert set(run.GROUPS) | {"own"} == set(table.TITLES)
+
+
+def test_figures_are_kept_whole(tmp_path: Path) -> None:
+    path = tmp_path / "kept" / "run.json"
+    table.save({"machine": "made up"}, {"attend": [found()]}, path)
+    document = json.loads(path.read_text())
+    assert document["rows"][0]["group"] == "attend"
+    assert document["rows"][0]["samples"]["SDPA"] == [3, 3, 4]
+    assert [x.name for x in path.parent.iterdir()] == ["run.json"]
+
+
+def test_options() -> None:
+    given = run.options(["--quick", "--only", "decode", "small"])
+    assert (given.only, run.settings_of(given).rounds) == (["decode", "small"], 5)
+    own = ["--shape", "1,2,9,4", "--dtype", "bfloat16", "--mask", "causal", "--read", "TopK(3)"]
+    settings = run.settings_of(run.options(own))
+    assert (settings.shape, settings.dtype, settings.rounds) == ((1, 2, 9, 4), "bfloat16", 9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--shape", "1,2,3"], "argument --shape: invalid shape value: '1,2,3'"),
+        (["--shape", "1,2,3,0"], "argument --shape"),
+        (["--mask", "causal"], "give its --shape"),
+        (["--write", "--only", "small"], "--write keeps the whole table"),
+        (["--only", "nothing"], "invalid choice"),
+    ],
+)
+def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run.options(given)
+    assert message in capsys.readouterr().err
+
+
+def test_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "flex", missing)
+    settings = Settings(
+        shape=(2, 2, 33, 8), dtype="float32", mask="causal & window(5)", read="Entropy, TopK(3)"
+    )
+    (row,) = cases.own(settings)
+    check(row)
+    assert list(row.ways) == ["ours", "SDPA", "eager", "ours, no readings"]
+    assert row.note == "flex: left out; onnxruntime: no mask of this kind"
+    edges = 5 * 33 - 4 - 3 - 2 - 1
+    assert row.flops == pytest.approx(4 * 2 * 2 * 8 * edges)
+    _, values = row.ways["ours"]()
+    assert [type(x).__name__ for x in values] == ["Tensor", "TopKValue"]
+
+
+def missing(*_: Any) -> Any:
+    raise peers.Missing("left out")
+
+
+def test_readings_of_the_command_line() -> None:
+    entropy, top = cases.parse_readings("Entropy(), TopK(8)")
+    assert (type(entropy), top.k) == (readings.Entropy, 8)
+    for wrong in ("Entropie()", "TopK()", "Entropy(", "__import__('os')"):
+        with pytest.raises(ValueError, match=r"--read .*; for example: Entropy"):
+            cases.parse_readings(wrong)
+
+
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    context = 4 * processes.HEAD * processes.WIDTH * 256
+    assert context <= processes._peak("SDPA", 256, 1) < 50 * context
+
+
+def test_groups_give_rows() -> None:
+    for name in ("small", "avx2"):
+        rows: Iterator[Row] = run.GROUPS[name](True)
+        assert all(isinstance(row, Row) for row in rows)
