@@ -17,7 +17,7 @@ from clearhead._choice import numbers
 from clearhead._cut import joined
 from clearhead._watch import cost, hub, look, store
 from clearhead._watch.call import Call
-from clearhead._watch.intercept import Handler, Interceptor
+from clearhead._watch.intercept import Handler, Interceptor, Loop
 from clearhead._watch.modules import Modules
 from clearhead._watch.stitch import Stitcher, join
 from clearhead.errors import type_error, value_error
@@ -197,7 +197,7 @@ def watch(
     inner = hub.watchable(model)
     watcher = _Watcher(inner, read, layers, heads, queries, calls, through, on_call)
     with hub.attached(model, watcher) as seer:
-        if seer.modules.compiled or inner is not model:
+        if inner is not model or not seer.modules.eager:
             watcher.note("the model is compiled: inside the block it runs eagerly")
         watcher.seer = seer
         yield watcher.seen
@@ -315,7 +315,7 @@ class _Watcher(Handler):
         may = {*recent[: -min(self.layers)], *self.layers}
         self._held = [pair for pair in self._held if pair[0].layer in may]
 
-    def forward_over(self) -> None:
+    def _forward_over(self) -> None:
         """Make the records that had to wait for the number of layers."""
         held, self._held = self._held, []
         total = len(self.known)
@@ -347,22 +347,29 @@ class _Watcher(Handler):
         finally:
             self._drafts = False
 
-    def loop_begins(self, name: str, tokens: Tensor, beams: bool) -> None:
+    def loop_begins(self, loop: Loop) -> None:
         """Start new sequences of a generation."""
         if self._run is not None and not self._drafts:
             self._looping = True
-            self._run.loop_begins(name, tokens, beams)
+            self._run.loop_begins(loop)
 
-    def loop_over(self, sequences: Tensor, beams: Tensor | None) -> None:
+    def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
         """Learn which sequences came out of a generation."""
         if self._run is not None and not self._drafts:
             self._looping = False
-            self._run.loop_over(sequences, beams)
+            self._run.loop_ends(sequences, rows)
 
-    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
-        """Start a step of a generation."""
+    def begins(self, name: str) -> None:
+        """Let a generation know that a step may begin."""
         if self._run is not None and not self._drafts:
-            self._run.step_begins(name, start, count)
+            self._run.begins(name)
+
+    def ends(self, name: str, count: int | None) -> None:
+        """Let a generation know of a step's end; make the records that wait for the model's."""
+        if self._run is not None and not self._drafts:
+            self._run.ends(name, count)
+        if self.seer.modules.over:
+            self._forward_over()
 
     def _prompt(self, args: Any, kwargs: Any) -> int | None:
         """Find how many positions the prompt of `generate()` has, where they are the decoder's."""
@@ -440,6 +447,8 @@ class _Watcher(Handler):
             self.unseen(module, "it is TorchScript")
         for module in sorted(set(seer.pending.values()) - seen):
             self.unseen(module, "its softmax of a product never met a value")
+        for module in modules.in_threads():
+            self.unseen(module, "it ran in another thread than the one that watches")
         for module in modules.overlooked(seen | set(seer.pending.values()) | modules.scripted):
             self.unseen(module, "it made no call that attention is known by")
         if not self.count:

@@ -17,7 +17,7 @@ from clearhead._cut.choosing import Chosen
 from clearhead._impl.problem import Sizes
 from clearhead._watch import hub, look
 from clearhead._watch.call import Call
-from clearhead._watch.intercept import Handler
+from clearhead._watch.intercept import Handler, Loop
 from clearhead._watch.modules import Modules
 from clearhead.errors import value_error
 from clearhead.masks import Mask
@@ -103,6 +103,7 @@ class Cutter(Handler):
         self.on_call: Callable[[Call], None] | None = None
         self._checked: set[int] = set()
         self._generating = False
+        self._loop: Loop | None = None
         self._start: int | None = None
         self._covered: dict[tuple[str, str], int] = {}
         self._places: dict[tuple[str, str], Place] = {}
@@ -200,11 +201,16 @@ class Cutter(Handler):
         try:
             return run(*args, **kwargs)
         finally:
-            self._generating, self._start = False, None
+            self._generating, self._loop, self._start = False, None, None
 
-    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
-        """Hear how many positions the cache holds, of which some may have been taken back."""
-        self._start = start if self._generating else None
+    def loop_begins(self, loop: Loop) -> None:
+        """Follow the cache of a generation, from which tokens may be taken back."""
+        self._loop = loop
+
+    def begins(self, name: str) -> None:
+        """Hear of a step of a generation."""
+        if self._loop is not None and name == self._loop.module:
+            self._start = self._loop.cached
 
     def finish(self, name: str, cut: Cut) -> None:
         """Raise where the cut reached nothing, or moved nothing."""

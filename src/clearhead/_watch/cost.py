@@ -46,6 +46,8 @@ class Cost:
 class Sizes(Handler):
     """Notes the sizes of the calls, and computes nothing."""
 
+    values = False
+
     def __init__(self) -> None:
         self.calls: list[Call] = []
 

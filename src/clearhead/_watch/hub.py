@@ -19,7 +19,7 @@ from torch import Tensor, nn, overrides
 
 from clearhead import masks
 from clearhead._watch.call import Call, from_sdpa
-from clearhead._watch.intercept import Frame, Handler, Interceptor
+from clearhead._watch.intercept import Frame, Handler, Interceptor, Loop
 from clearhead._watch.modules import Modules
 from clearhead.errors import type_error, value_error
 
@@ -35,14 +35,14 @@ def attached(
     What is compiled runs eagerly meanwhile; the model's own backend makes the output.
     """
     modules = Modules(watchable(model))
-    modules.on_generate, modules.on_forward = handler.generate, handler.forward_over
-    modules.on_step = handler.step_begins
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(modules)
-        there = seer(handler, modules)
-        _switch.enter(there)
-        stack.callback(_switch.leave, there)
-        yield stack.enter_context(there)
+    modules.on_begin, modules.on_end = handler.begins, handler.ends
+    there = seer(handler, modules)
+    _switch.enter(there)
+    try:
+        with there:
+            yield there
+    finally:
+        _switch.leave(there)
 
 
 def watchable(model: Any) -> Any:
@@ -71,9 +71,9 @@ class _Switch:
     def enter(self, seer: Interceptor) -> None:
         """Let a seer hear of what goes through the functions that are replaced."""
         with self._lock:
-            for owner, name, make in _places():
+            for owner, name, make in _places(seer.modules):
                 if (owner, name) not in self._owns:
-                    self._owns[owner, name] = getattr(owner, name)
+                    self._owns[owner, name] = vars(owner).get(name)
                     setattr(owner, name, make(getattr(owner, name)))
             if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
@@ -86,7 +86,7 @@ class _Switch:
             if self.seers:
                 return
             for (owner, name), own in self._owns.items():
-                setattr(owner, name, own)
+                delattr(owner, name) if own is None else setattr(owner, name, own)
             self._owns.clear()
             if self._stance is not None:
                 self._stance.__exit__(None, None, None)
@@ -100,8 +100,15 @@ class _Switch:
 _switch = _Switch()
 
 
-def _places() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Name the functions of `transformers` that are replaced, where it is loaded."""
+def _places(modules: Modules) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Name what is replaced: calls of modules, `generate`, and functions of `transformers`.
+
+    Nothing is written on the model itself, so that it can be copied and saved inside the block;
+    what `module.compile()` wrote there, which copies leave out as well, is set aside.
+    """
+    yield nn.Module, "_call_impl", _running
+    for module in modules.compiled:
+        yield module, "_compiled_call_impl", lambda own: None
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
@@ -110,6 +117,48 @@ def _places() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     for name in ("_sample", "_beam_search", "_assisted_decoding"):
         if hasattr(mixin, name):
             yield mixin, name, functools.partial(_looping, name == "_beam_search")
+    model = modules.model
+    if isinstance(model, nn.Module) and callable(getattr(model, "generate", None)):
+        if "generate" in vars(model):
+            yield model, "generate", functools.partial(_generating, model)
+        else:
+            yield type(model), "generate", functools.partial(_generating, None)
+
+
+def _running(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the models that a module is part of hear that it runs."""
+
+    @functools.wraps(own)
+    def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = [seer.modules for seer in _switch.seers if id(self) in seer.modules.names]
+        if not known:
+            return own(self, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for modules in known:
+                stack.enter_context(modules.running(self, args, kwargs))
+            return own(self, *args, **kwargs)
+
+    return _call_impl
+
+
+def _generating(model: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the handlers of a model run its `generate`."""
+
+    @functools.wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        called, run = args[0] if model is None else model, own
+        for seer in _switch.here(called):
+            if seer.modules.model is called:
+                run = functools.partial(_run, seer, run, model is None)
+        return run(*args, **kwargs)
+
+    return generate
+
+
+def _run(seer: Interceptor, run: Any, method: bool, *args: Any, **kwargs: Any) -> Any:
+    if method:
+        run, args = functools.partial(run, args[0]), args[1:]
+    return seer.handler.generate(run, args, kwargs)
 
 
 def _asked(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,12 +190,13 @@ def _looping(beams: bool, own: Callable[..., Any]) -> Callable[..., Any]:
         if beams:
             config = kwargs["generation_config"] = copy.copy(config)
             config.return_dict_in_generate = True
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
         for seer in seers:
-            seer.handler.loop_begins(seer.modules.names[id(self)], input_ids, beams)
+            seer.handler.loop_begins(Loop(seer.modules.names[id(self)], input_ids, beams, cache))
         made = own(self, input_ids, *args, **kwargs)
         sequences = made if isinstance(made, Tensor) else made.sequences
         for seer in seers:
-            seer.handler.loop_over(sequences, getattr(made, "beam_indices", None))
+            seer.handler.loop_ends(sequences, getattr(made, "beam_indices", None))
         return made if asked else sequences
 
     return loop

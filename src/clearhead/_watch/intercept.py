@@ -7,6 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from clearhead._watch.call import Additive, Call
 from clearhead._watch.modules import Modules
 from clearhead._watch.trace import DIVISIONS, EXPONENTIALS, PRODUCTS, SOFTMAXES, Origin, Trace
 from clearhead.attention import attend
+from clearhead.errors import value_error
 
-__all__ = ["Handler", "Interceptor"]
+__all__ = ["Handler", "Interceptor", "Loop"]
 
 
 class Handler:
@@ -31,6 +33,8 @@ class Handler:
     call, before its kernel. Both may answer None: the model goes its own way. `after` sees the
     context, and may answer another one. All tensors are `(batch, head, position, ...)`.
     """
+
+    values = True  # whether it looks at values, and not at shapes alone
 
     def scores(self, call: Call) -> Tensor | None:
         """Answer other scores for attention written by hand."""
@@ -44,21 +48,40 @@ class Handler:
     def unseen(self, module: str, reason: str) -> None:
         """Hear of a call that looks like attention and cannot be seen."""
 
-    def forward_over(self) -> None:
-        """Hear that the model's outermost forward is over."""
+    def begins(self, name: str) -> None:
+        """Hear that a module of the model begins to run."""
+
+    def ends(self, name: str, count: int | None) -> None:
+        """Hear that a module, which was called on `count` positions, has run."""
 
     def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's own `generate`."""
         return run(*args, **kwargs)
 
-    def loop_begins(self, name: str, tokens: Tensor, beams: bool) -> None:
-        """Hear that a loop of `generate` begins, of a module by this name, on these tokens."""
+    def loop_begins(self, loop: Loop) -> None:
+        """Hear that a loop of `generate` begins."""
 
-    def loop_over(self, sequences: Tensor, beams: Tensor | None) -> None:
-        """Hear of the sequences a loop made, and of the row that made each new token of beams."""
+    def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
+        """Hear of the sequences that a loop made, and of beams of the rows they came from."""
 
-    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
-        """Hear that a module that generates runs: on how many tokens, after how many in a cache."""
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of `generate()` of `transformers`, which calls one module step by step."""
+
+    module: str
+    tokens: Tensor  # (row, position) that it begins with
+    beams: bool
+    cache: Any
+
+    @property
+    def cached(self) -> int | None:
+        """How many positions the cache holds now; None where there is none that says so."""
+        size = getattr(self.cache, "get_seq_length", None)
+        try:
+            return None if size is None else int(size())
+        except (ValueError, TypeError):  # no layer of it has a length
+            return None
 
 
 class Interceptor(TorchFunctionMode):
@@ -112,7 +135,12 @@ class Interceptor(TorchFunctionMode):
         """Run a call whose weights are never made, and whose context has the given shape."""
         with quiet():
             other = self.handler.before(call)
-        context = run() if other is None else other.reshape(shape)
+        if other is None:
+            context = run()
+        else:
+            if self._beneath():
+                run()  # so that blocks around this one see the model's own call
+            context = other.reshape(shape)
         assert call.query is not None
         assert call.value is not None
         four = (*call.query.shape[:3], call.value.shape[-1])
@@ -225,6 +253,11 @@ class Interceptor(TorchFunctionMode):
         """Handle a matrix product: the first or the second one of attention by hand."""
         return byhand.product(self, func, args, kwargs)
 
+    def _beneath(self) -> bool:
+        """Whether a block around this one looks at calls as well; this one is off its stack."""
+        modes = overrides._get_current_function_mode_stack()
+        return any(isinstance(mode, Interceptor) for mode in modes)
+
     @property
     def here(self) -> bool:
         """Whether the code runs in the thread that watches."""
@@ -254,6 +287,11 @@ class Interceptor(TorchFunctionMode):
         self, call: Call, roots: tuple[int, int] | None = None, *, count: bool = True
     ) -> Call:
         """Give the call its module, layer, number and kind."""
+        if self.handler.values and any(
+            x is not None and x.is_meta for x in (call.value, call.scores)
+        ):
+            rule = "is on the meta device, where tensors have no values to look at"
+            raise value_error("model", rule, hint="clearhead.estimate asks for shapes only")
         module = self.running
         layer = self._layers.get(module, len(self._layers))
         number = self._calls.get(module, -1) + 1

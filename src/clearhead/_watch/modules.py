@@ -1,17 +1,17 @@
-"""Which module of the model is running: forward hooks that are taken away again."""
+"""Which module of the model is running."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Modules", "cached"]
+__all__ = ["Modules"]
 
 _ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
@@ -26,28 +26,13 @@ def _within(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(other + ".")
 
 
-def cached(kwargs: Mapping[str, Any]) -> int | None:
-    """Say how many positions the cache holds that a model of `transformers` is called with."""
-    for name in ("cache", "past_key_values"):
-        size = getattr(kwargs.get(name), "get_seq_length", None)
-        if size is not None:
-            try:
-                return int(size())
-            except (ValueError, TypeError):  # a cache of no layer that has a length
-                return None
-    return None
-
-
 def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Say on how many positions a model is called."""
     names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
     for tokens in (*(kwargs.get(name) for name in names), *inputs[:1]):
         if isinstance(tokens, Tensor) and tokens.ndim > 1:
             return tokens.shape[1]
     return None
-
-
-def _generates(module: nn.Module) -> bool:
-    return callable(getattr(module, "generate", None))
 
 
 class Modules:
@@ -63,26 +48,23 @@ class Modules:
         self.elsewhere: set[str] = set()
         self.scripted: set[str] = set()
         self.fast = False
-        self.on_generate: Callable[..., Any] = lambda run, args, kwargs: run(*args, **kwargs)
-        self.on_forward: Callable[[], None] = lambda: None
-        self.on_step: Callable[[str, int | None, int | None], None] = lambda *_: None
+        self.on_begin: Callable[[str], None] = lambda name: None
+        self.on_end: Callable[[str, int | None], None] = lambda name, count: None
         self._stack: list[str] = []
-        self._handles: list[Any] = []
         self._thread = threading.get_ident()
-        if isinstance(model, nn.Module):
-            named = model.named_modules()
-            self._modules = {name.replace("_orig_mod.", ""): module for name, module in named}
-            self.names = {id(module): name for name, module in self._modules.items()}
-        else:
-            self._modules = {}
+        named = list(model.named_modules()) if isinstance(model, nn.Module) else []
+        self._modules = {name.replace("_orig_mod.", ""): module for name, module in named}
+        for name, module in self._modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.scripted.add(name)
+            else:
+                self.names[id(module)] = name
+        self.eager = len(named) == len(self._modules) and not self.compiled
 
     @property
-    def compiled(self) -> bool:
-        """Whether some module of the model was compiled."""
-        return any(
-            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-            for module in self._modules.values()
-        )
+    def compiled(self) -> list[nn.Module]:
+        """The modules that `module.compile()` was called on."""
+        return [module for module in self._modules.values() if module._compiled_call_impl]
 
     @property
     def active(self) -> bool:
@@ -92,6 +74,11 @@ class Modules:
     def runs(self, name: str) -> bool:
         """Whether the module of this name, or one inside it, runs now."""
         return name in self._stack
+
+    @property
+    def over(self) -> bool:
+        """Whether no module of the model runs."""
+        return not self._stack
 
     @property
     def current(self) -> str:
@@ -121,6 +108,11 @@ class Modules:
                 found.append(name)
         return [name for name in found if not any(_within(name, o) for o in found if o != name)]
 
+    def in_threads(self) -> list[str]:
+        """Name the outermost modules that ran in other threads only."""
+        found = sorted(self.elsewhere - self.ran)
+        return [name for name in found if not any(_within(name, o) for o in found if o != name)]
+
     def mixers(self) -> list[str]:
         """Name the classes of the modules that ran and may mix positions without attention."""
         classes = {type(self._modules[name]).__name__ for name in self.ran}
@@ -137,81 +129,24 @@ class Modules:
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         return not learning
 
-    def __enter__(self) -> Modules:
-        if isinstance(self.model, nn.Module) and _generates(self.model):
-            # set beside the module's parameters, past its __setattr__, and taken away on exit
-            self.model.__dict__["generate"] = self._generating(self.model.generate)
-        for name, module in self._modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                self.scripted.add(name)
-                continue
-            self._handles.append(module.register_forward_pre_hook(self._entering(name)))
-            if _generates(module):
-                step = module.register_forward_pre_hook(self._stepping(name), with_kwargs=True)
-                self._handles.append(step)
-            self._handles.append(
-                module.register_forward_hook(self._leaving(name), always_call=True)
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if isinstance(self.model, nn.Module):
-            self._restore(self.model.__dict__)
-        while self._handles:
-            self._handles.pop().remove()
-        self._stack.clear()
-
-    def _generating(self, own: Any) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            run = generate.own  # pyright: ignore
-            if threading.get_ident() != self._thread or not self._handles:
-                return run(*args, **kwargs)
-            return self.on_generate(run, args, kwargs)
-
-        generate.own, generate.by = own, self  # pyright: ignore
-        generate.replaced = self.model.__dict__.get("generate")  # pyright: ignore
-        return generate
-
-    def _restore(self, attributes: dict[str, Any]) -> None:
-        """Take this watch's `generate` out of those that blocks have put over each other."""
-        above, own = None, attributes.get("generate")
-        while own is not None and getattr(own, "by", None) is not self:
-            above, own = own, getattr(own, "replaced", None)
-        if own is None:
+    @contextlib.contextmanager
+    def running(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Hear that a module runs, in this thread or another one."""
+        name = self.names[id(module)]
+        if threading.get_ident() != self._thread:
+            self.elsewhere.add(name)
+            yield
             return
-        if above is not None:
-            above.own, above.replaced = own.own, own.replaced
-        elif own.replaced is not None:
-            attributes["generate"] = own.replaced
-        else:
-            del attributes["generate"]
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, inputs: Any) -> None:
-            if threading.get_ident() != self._thread:
-                self.elsewhere.add(name)
-                return
-            self.ran.add(name)
-            self.fast = self.fast or self.takes_fast_path(module, inputs)
-            self._stack.append(name)
-
-        return enter
-
-    def _stepping(self, name: str) -> Callable[..., None]:
-        def step(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == self._thread:
-                self.on_step(name, cached(kwargs), _count(inputs, kwargs))
-
-        return step
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            if threading.get_ident() != self._thread or name not in self._stack:
-                return
-            while self._stack.pop() != name:
-                pass
-            if not self._stack:
-                self.on_forward()
-
-        return leave
+        self.ran.add(name)
+        self.fast = self.fast or self.takes_fast_path(module, args)
+        before = list(self._stack)
+        self._stack.append(name)
+        self.on_begin(name)
+        try:
+            yield
+            self._stack[:] = before
+            self.on_end(name, _count(args, kwargs))
+        finally:
+            self._stack[:] = before

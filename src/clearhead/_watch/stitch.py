@@ -12,6 +12,7 @@ from torch import Tensor
 from clearhead._impl.problem import Sizes
 from clearhead._watch import look
 from clearhead._watch.call import Call
+from clearhead._watch.intercept import Loop
 from clearhead.masks import Mask
 
 __all__ = ["Stitcher", "Track", "join"]
@@ -110,43 +111,59 @@ class Stitcher:
     def __init__(self, prompt: int | None) -> None:
         self.tracks: dict[tuple[Any, ...], Track] = {}
         self.broken: set[str] = set()
-        self.module = ""  # the name of the module that is called for each step
+        self.loop: Loop | None = None
         self._given = self._prompt = prompt
-        self._batch = self._loops = 0
-        self._beams = False
+        self._loops = 0
         self._start: int | None = None
-        self._count: int | None = None
         self._nth: dict[tuple[str, str], int] | None = None
+        self._new: list[tuple[Track, int]] = []
 
-    def loop_begins(self, name: str, tokens: Tensor, beams: bool) -> None:
-        """Start new sequences, by calls of the module of this name."""
+    @property
+    def module(self) -> str:
+        """The name of the module that is called for each step."""
+        return self.loop.module if self.loop else ""
+
+    def loop_begins(self, loop: Loop) -> None:
+        """Start new sequences."""
         self._loops += 1
-        self.module, self._batch, self._beams = name, tokens.shape[0], beams
-        self._prompt = tokens.shape[1] or self._given
+        self.loop = loop
+        self._prompt = loop.tokens.shape[1] or self._given
 
-    def loop_over(self, sequences: Tensor, beams: Tensor | None) -> None:
+    def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
         """Cut off what was not accepted, or learn which rows the sequences come from."""
-        length = sequences.shape[1] - 1
+        assert self.loop is not None
+        length, batch = sequences.shape[1] - 1, self.loop.tokens.shape[0]
         if self._prompt and length < self._prompt:
             length += self._prompt  # embeddings went in: only the new tokens come out
         for key, track in self.tracks.items():
             if key[0] != self._loops or not track.pieces:
                 continue
-            if beams is None:
+            if rows is None:
                 if track.text and track.covered > length:
                     track.crop(length)
-            elif track.pieces[0].sizes.batch == self._batch:
+            elif track.pieces[0].sizes.batch == batch:
                 prompt = self._prompt_of(track) if track.text else track.covered
-                track.beams = Beams(self._batch, prompt, beams)
+                track.beams = Beams(batch, prompt, rows)
 
-    def step_begins(self, name: str, start: int | None, count: int | None) -> None:
-        """Start a step, on `count` tokens after those in the cache."""
+    def begins(self, name: str) -> None:
+        """Start a step, after what the cache holds."""
         if name == self.module:
-            self._start, self._count, self._nth = start, count, {}
+            self._start, self._nth = self.loop.cached if self.loop else None, {}
+
+    def ends(self, name: str, count: int | None) -> None:
+        """End a step, and tell which of its calls were on the tokens it was called on."""
+        if name == self.module:
+            for track, query in self._new:
+                track.text = query == count
+            self._new.clear()
 
     def prompt(self, track: Track) -> int | None:
         """How many positions of a track were not generated; None where nothing was."""
         return None if len(track.pieces) == 1 and not track.text else self._prompt_of(track)
+
+    @property
+    def _beaming(self) -> bool:
+        return self.loop is not None and self.loop.beams
 
     def _prompt_of(self, track: Track) -> int:
         first = track.pieces[0]
@@ -171,12 +188,13 @@ class Stitcher:
         rows = range(query - (whole - at), query)
         sizes = Sizes(query, source, *call.sizes[:2])
         track.pieces.append(Piece(_lean(call, rows), rows, sizes, at, shift))
-        track.text, track.covered = query == self._count, whole
+        track.covered = whole
+        self._new.append((track, query))
         if call.key is not None and (call.kind == "self" or not track.keys):
             end = whole if call.kind == "self" else source
             # the first step has all sources, also those of a cache that was there before
             first = max(at, shift) if track.keys else shift
-            track.remember(call.key[:, :, first - shift : end - shift], end, apart=self._beams)
+            track.remember(call.key[:, :, first - shift : end - shift], end, apart=self._beaming)
 
     def _track(self, call: Call, stepping: bool) -> Track:
         """Find the track of a module; what runs outside of the steps has one for each call."""
@@ -210,7 +228,7 @@ class Stitcher:
         if at > track.covered:
             return False
         query, source = call.sizes[2:]
-        if self._beams or call.key is None or call.kind == "cross" or query == source:
+        if self._beaming or call.key is None or call.kind == "cross" or query == source:
             return True
         return track.goes_on(call.key, shift)
 
