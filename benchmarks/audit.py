@@ -9,7 +9,6 @@ Times are CPU times, so that what else runs on the machine does not count.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+import machine
 from clearhead.auditing import audit
 from clearhead.models import GPT
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--model", help="the directory of SmolLM2-135M")
     arguments = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
-    print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(machine.line(cpu_time=True))
     print(f"{'model':<22} {'T':>4} {'pairs':>7} {'forward':>12} {'audit':>9} {'ratio':>7}  goal")
     ids = torch.randint(65, (1, 128), generator=generator)
     print(row("GPT of default size", GPT(65).eval(), ids, "2 s"))

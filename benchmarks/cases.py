@@ -14,7 +14,7 @@ import clearhead as ch
 import machine
 import peers
 from clearhead import masks, readings
-from measure import Goal, Row, Settings
+from measure import Goal, Row, Settings, differences
 
 FIVE = (
     readings.LogSumExp(), readings.TopK(8), readings.Entropy(), readings.Received(),
@@ -247,7 +247,12 @@ def own(settings: Settings) -> Iterator[Row]:
     ours = partial(ch.attend, q, k, v, mask, read=reading, impl=settings.impl)
     label = ", ".join(x for x in (settings.mask or "full", settings.read, settings.impl) if x)
     work = flops(settings.shape, None) * share(mask, settings.shape[2])
-    yield Row(f"{label} {settings.shape}", {"ours": ours, **ways}, dtype, work, note=note)
+    row = Row(f"{label} {settings.shape}", {"ours": ours, **ways}, dtype, work, note=note)
+    for name, how in differences(row).items():
+        # Rows without sources, for one, are not a number elsewhere.
+        del row.ways[name]
+        row.note = "; ".join(x for x in (row.note, f"{name} {how}") if x)
+    yield row
 
 
 def parse_readings(text: str) -> Any:

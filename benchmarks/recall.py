@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import clearhead as ch
+import machine
 from clearhead.models import GPT, RNN
 
 TOKENS, LENGTH, STEPS, BATCH, RATE = 8, 160, 300, 16, 3e-3
@@ -176,8 +176,11 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             found.append(row)
         settings = dict(tokens=TOKENS, length=LENGTH, steps=arguments.steps, batch=BATCH, rate=RATE)
-        machine = dict(torch=torch.__version__, machine=platform.machine(), threads=1)
-        document = {"settings": {**settings, "seed": SEED}, "machine": machine, "rows": found}
+        document = {
+            "settings": {**settings, "seed": SEED},
+            "machine": machine.facts(cpu_time=True),
+            "rows": found,
+        }
         part = RESULT.with_suffix(".part")
         part.write_text(json.dumps(document, indent=1) + "\n")
         os.replace(part, RESULT)

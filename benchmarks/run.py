@@ -15,6 +15,8 @@ clock, for a machine that others use too.
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,10 +37,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 EVERYONE = ("SDPA, bool tensor", "eager", "flex", "onnxruntime")
 
 
-def attend_rows(quick: bool) -> Iterator[Row]:
+def attend_rows(on: Settings) -> Iterator[Row]:
     yield from cases.attend([(1, 12, 1024, 64)], [F32, BF16], EVERYONE)
     yield from cases.attend([(1, 4, 1024, 128)], [F32, BF16])
-    if quick:
+    if on.quick:
         yield from cases.attend([(1, 2, 4096, 64)], [F32, BF16])
         return
     yield from cases.attend([(1, 12, 4096, 64)], [F32, BF16], EVERYONE)
@@ -46,38 +48,63 @@ def attend_rows(quick: bool) -> Iterator[Row]:
     yield from cases.attend(long, [F32, BF16])
 
 
-def read_rows(quick: bool) -> Iterator[Row]:
+def read_rows(on: Settings) -> Iterator[Row]:
     long = [(1, 12, 4096, 64), (1, 6, 4096, 128), (1, 12, 8192, 64)]
-    yield from cases.read([(1, 2, 4096, 64)] if quick else long, [F32, BF16])
+    yield from cases.read([(1, 2, 4096, 64)] if on.quick else long, [F32, BF16])
     yield from cases.weights((1, 12, 1024, 64))
 
 
-def backward_rows(quick: bool) -> Iterator[Row]:
-    shapes = [(1, 12, 1024, 64), (1, 4, 1024, 128)] + [(1, 12, 4096, 64)] * (not quick)
+def mask_rows(on: Settings) -> Iterator[Row]:
+    yield from cases.masked((1, 4 if on.quick else 12, 4096, 64))
+
+
+def backward_rows(on: Settings) -> Iterator[Row]:
+    shapes = [(1, 12, 1024, 64), (1, 4, 1024, 128)] + [(1, 12, 4096, 64)] * (not on.quick)
     yield from cases.backward(shapes, [F32, BF16])
 
 
-def decode_rows(quick: bool) -> Iterator[Row]:
-    yield from cases.decode([4096, 32768] if quick else [4096, 8192, 16384, 32768], [F32, BF16])
+def decode_rows(on: Settings) -> Iterator[Row]:
+    yield from cases.decode([4096, 32768] if on.quick else [4096, 8192, 16384, 32768], [F32, BF16])
 
 
-def layer_rows(quick: bool) -> Iterator[Row]:
+def small_rows(on: Settings) -> Iterator[Row]:
+    yield from cases.small()
+
+
+def layer_rows(on: Settings) -> Iterator[Row]:
     yield from layers.multihead()
     yield from layers.training()
 
 
-GROUPS: dict[str, Callable[[bool], Iterator[Row]]] = {
+def avx2_rows(on: Settings) -> Iterator[Row]:
+    yield from cases.isa([(1, 12, 1024, 64), (1, 4, 1024, 128)], "avx2")
+
+
+def tiled_rows(on: Settings) -> Iterator[Row]:
+    yield from cases.tiled((1, 12, 1024 if on.quick else 4096, 64))
+
+
+def memory_rows(on: Settings) -> Iterator[Row]:
+    yield from processes.memory([2048] if on.quick else [2048, 4096, 8192])
+
+
+def start_rows(on: Settings) -> Iterator[Row]:
+    clock = processes.processor_time if on.cpu_time else time.perf_counter
+    yield from processes.start(1 if on.quick else 5, clock)
+
+
+GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "attend": attend_rows,
     "read": read_rows,
-    "masks": lambda quick: cases.masked((1, 4 if quick else 12, 4096, 64)),
+    "masks": mask_rows,
     "backward": backward_rows,
     "decode": decode_rows,
-    "small": lambda quick: cases.small(),
+    "small": small_rows,
     "layers": layer_rows,
-    "avx2": lambda quick: cases.isa([(1, 12, 1024, 64), (1, 4, 1024, 128)], "avx2"),
-    "tiled": lambda quick: cases.tiled((1, 12, 1024 if quick else 4096, 64)),
-    "memory": lambda quick: processes.memory([2048] if quick else [2048, 4096, 8192]),
-    "start": lambda quick: processes.start(1 if quick else 5),
+    "avx2": avx2_rows,
+    "tiled": tiled_rows,
+    "memory": memory_rows,
+    "start": start_rows,
 }
 
 
@@ -115,7 +142,7 @@ def shape(text: str) -> tuple[int, ...]:
 def settings_of(given: argparse.Namespace) -> Settings:
     return Settings(
         quick=given.quick, rounds=given.rounds or (5 if given.quick else 9),
-        seconds=1.0 if given.quick else 6.0, cpu_time=given.cpu_time,
+        seconds=1.0 if given.quick else 5.0, cpu_time=given.cpu_time,
         shape=given.shape, dtype=given.dtype, mask=given.mask, read=given.read, impl=given.impl,
     )  # fmt: skip
 
@@ -140,14 +167,18 @@ def main(given: list[str] | None = None) -> None:
     begin = time.monotonic()
     about = {**machine.facts(args.cpu_time), **machine.limits(settings.clock)}
     print(*(f"{name}: {value}" for name, value in about.items()), table.HEAD, sep="\n")
-    groups = {name: GROUPS[name](args.quick) for name in args.only or GROUPS}
+    groups = {name: GROUPS[name](settings) for name in args.only or GROUPS}
     if args.shape:
         groups = {"own": cases.own(settings)}
-    found = {name: list(measured(rows, settings)) for name, rows in groups.items()}
+    try:
+        found = {name: list(measured(rows, settings)) for name, rows in groups.items()}
+    except ValueError as reason:
+        print(f"run.py: {reason}", file=sys.stderr)
+        raise SystemExit(2) from None
     about["took"] = f"{time.monotonic() - begin:.0f} s"
     print(f"took: {about['took']}")
     if args.write:
-        command = "python benchmarks/run.py --write" + " --quick" * args.quick
+        command = shlex.join(["python", "benchmarks/run.py", *(given or sys.argv[1:])])
         table.save(about, found, RESULT)
         table.write(PAGE, table.page(about, found, command))
     if args.out:

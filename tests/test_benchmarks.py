@@ -220,6 +220,25 @@ def test_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(x).__name__ for x in values] == ["Tensor", "TopKValue"]
 
 
+def test_a_peer_that_gives_another_answer_is_left_out_of_an_own_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(peers.PEERS, "flex", missing)
+    (row,) = cases.own(Settings(shape=(1, 1, 5, 4), mask="nothing"))
+    assert "eager" not in row.ways
+    assert "SDPA" in row.ways
+    assert "eager is off by nan" in row.note
+
+
+def test_what_is_wrong_with_a_case_is_said_without_a_trace(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "limits", lambda clock: {})
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--shape", "1,1,5,4", "--mask", "causl"])
+    assert "did you mean causal?" in capsys.readouterr().err
+
+
 def missing(*_: Any) -> Any:
     raise peers.Missing("left out")
 
@@ -239,5 +258,5 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
 
 def test_groups_give_rows() -> None:
     for name in ("small", "avx2"):
-        rows: Iterator[Row] = run.GROUPS[name](True)
+        rows: Iterator[Row] = run.GROUPS[name](Settings(quick=True))
         assert all(isinstance(row, Row) for row in rows)
