@@ -28,7 +28,7 @@ WAYS = {
 
 
 def memory(lengths: Sequence[int]) -> Iterator[Row]:
-    """What a causal call takes over its inputs, the context included, with five readings."""
+    """What a causal call takes over its inputs, the context included, with all but whole maps."""
     import torch
 
     threads = torch.get_num_threads()
@@ -37,7 +37,7 @@ def memory(lengths: Sequence[int]) -> Iterator[Row]:
         goals = [Goal(most=60e6)] if length == 8192 else []
         if "eager" in found:
             goals.append(Goal("eager", 1))
-        yield Row(f"memory, five readings (1, {HEAD}, {length}, {WIDTH})", {}, unit="B",
+        yield Row(f"memory, all readings (1, {HEAD}, {length}, {WIDTH})", {}, unit="B",
                   goals=tuple(goals), peer="eager", samples=found)  # fmt: skip
 
 
@@ -64,13 +64,14 @@ def _calls() -> dict[str, Callable[[Any], Any]]:
     import clearhead as ch
     import peers
     from cases import FIVE
-    from clearhead import masks
+    from clearhead import masks, readings
 
     causal = masks.causal()
+    everything = (*FIVE, readings.Distance(), readings.Mass(masks.first(4)))
     return {
-        "ours": lambda x: ch.attend(x, x, x, causal, read=FIVE),
+        "ours": lambda x: ch.attend(x, x, x, causal, read=everything),
         "ours, no readings": lambda x: ch.attend(x, x, x, causal),
-        "tiled": lambda x: ch.attend(x, x, x, causal, read=FIVE, impl="tiled"),
+        "tiled": lambda x: ch.attend(x, x, x, causal, read=everything, impl="tiled"),
         "SDPA": lambda x: peers.sdpa(x, x, x, causal)(),
         "eager": lambda x: peers.eager(x, x, x, causal)(),
     }
