@@ -9,6 +9,8 @@
 #include "masks.inl"
 #include "scores.inl"
 #include "forward.inl"
+#include "outer.inl"
+#include "changes.inl"
 #include "backward.inl"
 #include "decode.inl"
 #include "limits.inl"

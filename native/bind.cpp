@@ -62,6 +62,7 @@ const Kernel* kernel_or_throw() {
 
 struct Call {
   Forward work{};
+  Backward gradient{};
 
   Call(int type, uintptr_t q, Four q_shape, Four q_stride, uintptr_t k, Four k_shape, Four k_stride, uintptr_t v,
        Four v_shape, Four v_stride, uintptr_t out, Four out_stride, float scale) {
@@ -139,10 +140,13 @@ struct Call {
   void set_received(uintptr_t place) { work.received = address<float>(place); }
   void set_cells(int64_t queries, int64_t sources, uintptr_t query_edges, uintptr_t source_edges, uintptr_t sum,
                  uintptr_t most) {
+    cells(queries, sources, query_edges, source_edges);
+    work.cell_sum = address<float>(sum), work.cell_max = address<float>(most);
+  }
+  void cells(int64_t queries, int64_t sources, uintptr_t query_edges, uintptr_t source_edges) {
     require(queries > 0 && sources > 0, "cells must be positive");
     work.query_cells = queries, work.source_cells = sources;
     work.query_edges = address<int32_t>(query_edges), work.source_edges = address<int32_t>(source_edges);
-    work.cell_sum = address<float>(sum), work.cell_max = address<float>(most);
     require(work.query_edges[0] == 0 && work.query_edges[queries] == work.query_total, "cells must cover the queries");
     require(work.source_edges[0] == 0 && work.source_edges[sources] == work.source, "cells must cover the sources");
   }
@@ -164,21 +168,53 @@ struct Call {
     return odd;
   }
 
-  // Gradients into dq (slots, batch, head, query, head_dim) and dk, dv (batch, source_head, source,
-  // width of whole vectors), all fp32; dk and dv are zeros on entry.
-  void differentiate(uintptr_t grad, Four grad_stride, uintptr_t grad_lse, uintptr_t dq, uintptr_t dk,
-                     uintptr_t dv, int64_t slots, int threads) {
+  void set_row_terms(uintptr_t place) { gradient.row_terms = address<float>(place); }
+  void set_entropy_change(uintptr_t place) { gradient.readings.entropy = address<float>(place); }
+  void set_distance_change(uintptr_t place, int64_t offset) {
+    gradient.readings.distance = address<float>(place), work.distance_offset = offset;
+  }
+  void set_mass_change(uintptr_t place) { gradient.readings.mass = address<float>(place); }
+  void set_received_change(uintptr_t place) { gradient.readings.received = address<float>(place); }
+  void set_rows_change(uintptr_t row_of, int64_t count, uintptr_t place) {
+    times(times(times(work.batch, work.head), count), times(work.source, 8));
+    work.row_of = address<int32_t>(row_of), work.row_count = count;
+    gradient.readings.rows = address<float>(place);
+  }
+  void set_cells_change(int64_t queries, int64_t sources, uintptr_t query_edges, uintptr_t source_edges,
+                        uintptr_t place) {
+    cells(queries, sources, query_edges, source_edges);
+    gradient.readings.cells = address<float>(place);
+  }
+  void set_top_change(int64_t count, uintptr_t place, uintptr_t sources) {
+    require(count > 0, "top needs a positive count");
+    times(times(times(work.batch, work.head), work.query_total), times(count, 8));
+    gradient.readings.top_count = count;
+    gradient.readings.top = address<float>(place), gradient.readings.top_sources = address<int64_t>(sources);
+  }
+  void set_bias_gradient(uintptr_t place, Four stride) {
+    check_reach({work.batch, work.head, work.query, work.source}, stride);
+    gradient.dbias = {address<float>(place), 0, stride[0], stride[1], stride[2], stride[3]};
+  }
+
+  // Gradients of query, key and value into places of their shapes, in the type of the inputs or in fp32.
+  void differentiate(uintptr_t grad, Four grad_stride, uintptr_t dq, Four dq_stride, uintptr_t dk, Four dk_stride,
+                     uintptr_t dv, Four dv_stride, bool wide, int threads) {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query || !work.source) return;
-    require(slots > 0, "slots must be positive");
     require(work.row_max, "gradients need the maxima and sums of the rows");
-    Backward gradient{};
-    gradient.forward = work;
+    const Readings& given = gradient.readings;
+    require(!given.mass || work.mass_edges.start || work.mass_edges.bytes, "the gradient of a mass needs its edges");
+    require(gradient.row_terms || !(given.received || given.rows || given.cells), "sums need the rows' terms");
+    require(work.bias.data || !gradient.dbias.data, "the gradient of a bias needs the bias");
+    const Type type = wide ? Type::f32 : work.type;
+    gradient.forward = work, gradient.type = type;
+    const Four query{work.batch, work.head, work.query, work.head_dim};
+    const Four key{work.batch, work.source_head, work.source, work.head_dim};
+    const Four value{work.batch, work.source_head, work.source, work.value_dim};
     gradient.grad_out = view(grad, {work.batch, work.head, work.query, work.value_dim}, grad_stride, work.type);
-    gradient.grad_lse = address<float>(grad_lse, false);
-    gradient.dq = address<float>(dq), gradient.dk = address<float>(dk), gradient.dv = address<float>(dv);
-    gradient.slots = slots;
-    times(times(times(slots, work.batch), times(work.head, work.query)), 4 * kMaxDim);
+    gradient.dq = view(dq, query, dq_stride, type), gradient.dk = view(dk, key, dk_stride, type);
+    gradient.dv = view(dv, value, dv_stride, type);
+    times(times(times(work.source, work.batch), times(work.head, work.query)), 4 * kMaxDim);
     bool ok;
     {
       nb::gil_scoped_release released;
@@ -212,6 +248,15 @@ NB_MODULE(_native, m) {
       .def("set_received", &Call::set_received)
       .def("set_cells", &Call::set_cells)
       .def("run", &Call::run)
+      .def("set_row_terms", &Call::set_row_terms)
+      .def("set_entropy_change", &Call::set_entropy_change)
+      .def("set_distance_change", &Call::set_distance_change)
+      .def("set_mass_change", &Call::set_mass_change)
+      .def("set_received_change", &Call::set_received_change)
+      .def("set_rows_change", &Call::set_rows_change)
+      .def("set_cells_change", &Call::set_cells_change)
+      .def("set_top_change", &Call::set_top_change)
+      .def("set_bias_gradient", &Call::set_bias_gradient)
       .def("differentiate", &Call::differentiate);
   m.def("available", &available);
   m.def("isa", [] { return std::string(kernel_or_throw()->name); });

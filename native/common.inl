@@ -16,7 +16,8 @@ using f = Vec::f;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-inline f exp_of(f x) { return Vec::exp2(Vec::mul(x, Vec::set1(0x1.715476p0f))); }
+constexpr float kLog2e = 0x1.715476p0f;
+inline f exp_of(f x) { return Vec::exp2(Vec::mul(x, Vec::set1(kLog2e))); }
 
 // Memory of one work item, handed out from one block; with no base it only counts.
 struct Arena {

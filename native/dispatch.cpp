@@ -187,17 +187,92 @@ bool forward(const Kernel& kernel, Forward& call, int threads) {
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 
+namespace {
+
+int all_threads(int threads) {
+#ifdef CLEARHEAD_STD_THREADS
+  return threads > 0 ? threads : 4;
+#else
+  return threads > 0 ? threads : omp_get_max_threads();
+#endif
+}
+
+// How many work items share the sources of a head: enough for all threads, and as many for each.
+int64_t slots_for(const Forward& call, int64_t items, int threads) {
+  const int64_t tiles = (call.source + 63) / 64, enough = (2 * threads + items - 1) / items;
+  int64_t slots = enough;
+  while (items * slots % threads && slots < enough + threads) ++slots;
+  return slots < tiles ? slots : tiles;
+}
+
+// Samples and heads that share a bias whose gradient is wanted go to one work item.
+int64_t share_bias(Backward& work) {
+  const Forward& call = work.forward;
+  const bool wanted = work.dbias.data;
+  work.shared_batch = wanted && !work.dbias.batch ? call.batch : 1;
+  work.shared_heads = wanted && !work.dbias.head ? call.source_head : 1;
+  return call.batch / work.shared_batch * (call.source_head / work.shared_heads);
+}
+
+using Floats = std::unique_ptr<float[]>;
+Floats floats(int64_t count) { return Floats(new (std::nothrow) float[(size_t)count + 1]); }
+
+// A bias that broadcasts over the sources has a sum of each slot.
+struct SlotSums {
+  Sums to;
+  int64_t count = 0;
+  Floats each;
+
+  bool begin(Backward& work) {
+    to = work.dbias;
+    const Forward& call = work.forward;
+    if (!to.data || to.source || work.slots == 1) return true;
+    count = 1 + (to.batch ? (call.batch - 1) * to.batch : 0) + (to.head ? (call.head - 1) * to.head : 0) +
+            (to.query ? (call.query - 1) * to.query : 0);
+    each = floats(count * work.slots);
+    if (!each) return false;
+    for (int64_t i = 0; i < count * work.slots; ++i) each[(size_t)i] = 0;
+    work.dbias.data = each.get(), work.dbias.slot = count;
+    return true;
+  }
+  void end(const Backward& work) const {
+    for (int64_t slot = 0; each && slot < work.slots; ++slot)
+      for (int64_t i = 0; i < count; ++i) to.data[i] += each[(size_t)(slot * count + i)];
+  }
+};
+
+}  // namespace
+
 bool backward(const Kernel& kernel, Backward& work, int threads) {
   const Forward& call = work.forward;
-  threads = threads_for(2.5 * call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim), threads);
+  const int64_t items = share_bias(work), rows = call.batch * call.head;
+  work.slots = slots_for(call, items, all_threads(threads));
+  threads = threads_for(2.5 * rows * call.query * call.source * (call.head_dim + call.value_dim), threads);
   std::unique_ptr<uint32_t[]> packed;
   if (kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0 && call.value_dim % 2 == 0) {
     packed = pack(kernel, call, call.k, call.head_dim, threads);
     if (!packed) return false;
     work.packed_k = packed.get();
   }
-  return spread(call.batch * call.source_head * work.slots, threads, kernel.backward_scratch(work),
-                [&](int64_t i, char* memory) { kernel.backward(work, i, memory); });
+  Floats slots;
+  if (work.slots > 1) {
+    slots = floats(work.slots * rows * call.query * call.head_dim);
+    if (!slots) return false;
+    work.dq_slots = slots.get();
+  }
+  SlotSums bias;
+  if (!bias.begin(work)) return false;
+  const size_t bytes = kernel.backward_scratch(work);
+  auto run = [&](int64_t count, auto item) {
+    return spread(count, threads, bytes, [&](int64_t i, char* memory) { item(work, i, memory); });
+  };
+  const int64_t blocks = (call.query + kernel.block - 1) / kernel.block;
+  if (work.row_terms && (work.readings.received || work.readings.rows || work.readings.cells) &&
+      !run(rows * blocks, kernel.backward_rows))
+    return false;
+  if (!run(items * work.slots, kernel.backward)) return false;
+  bias.end(work);
+  return work.slots == 1 || run(rows, kernel.backward_sum);
 }
 
 double peak(const Kernel& kernel, int64_t rounds, bool pairs, int threads) {

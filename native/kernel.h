@@ -75,16 +75,44 @@ struct Forward {
   std::atomic<bool>* odd;
 };
 
-// Gradients of one call, all in fp32: dq is (slots, batch, head, query, head_dim), dk and dv are
-// (batch, source_head, source, width) with the width padded to whole vectors, zeroed by the caller.
+// Gradients of readings, or null. Those per query are (batch, head, query_total).
+struct Readings {
+  const float* entropy;
+  const float* distance;  // of positions counted as in `Forward`
+  const float* mass;      // of `mass_edges`
+  const float* received;  // (batch, head, source)
+  const float* rows;      // (batch, head, row_count, source), of the queries in `row_of`
+  const float* cells;     // (batch, head, query_cells, source_cells), of the sums of weights
+  int64_t top_count;
+  const float* top;              // (batch, head, query_total, top_count)
+  const int64_t* top_sources;
+};
+
+// Where the gradient of a bias is added up: strides in elements, 0 where the bias broadcasts. Where it
+// broadcasts over the sources each slot has a sum of its own.
+struct Sums {
+  float* data;
+  int64_t slot, batch, head, query, source;
+};
+
+// Gradients of one call. What is not wanted is null, but for dq, dk and dv.
 struct Backward {
   Forward forward;  // sizes, q, k, v, out, mask, bias, scale, softcap, row_max and row_scale of the call
   View grad_out;    // in the type of q
-  // Per (batch, head, query), or null: the gradient of the log-sum-exp.
-  const float* grad_lse;
-  float *dq, *dk, *dv;
+  Readings readings;
+  // Per (batch, head, query_total), or null: sum_j weight_j * gradient of weight_j, of the readings. The
+  // kernel adds what `received`, `rows` and `cells` are worth.
+  float* row_terms;
+  Type type;        // of dq, dk and dv
+  View dq, dk, dv;
+  Sums dbias;
+
+  // Set by dispatch.cpp: the tiles of sources are dealt out over so many work items a source head, each
+  // with a dq of its own, (slots, batch, head, query, head_dim), where they are several. One item does
+  // all samples and source heads that share a wanted gradient of a bias.
+  int64_t slots, shared_batch, shared_heads;
+  float* dq_slots;
   const uint32_t* packed_k;  // as packed_v, where bf16 dot products are used
-  int64_t slots;    // the tiles of sources are dealt out over so many work items a source head
 };
 
 // One instruction set's kernels.
@@ -104,6 +132,8 @@ struct Kernel {
   void (*few_merge)(const Forward&, int64_t item, const float* partial, char* scratch);
   size_t (*backward_scratch)(const Backward&);
   void (*backward)(const Backward&, int64_t item, char* scratch);
+  void (*backward_rows)(const Backward&, int64_t item, char* scratch);
+  void (*backward_sum)(const Backward&, int64_t item, char* scratch);
   double (*peak)(int64_t rounds, bool pairs);  // multiply-adds alone; how many operations
   void (*exp2)(const float* from, float* to, int64_t count);
 };

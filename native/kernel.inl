@@ -23,6 +23,8 @@ const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_ISA::few_merge,
     CLEARHEAD_ISA::backward_scratch,
     CLEARHEAD_ISA::backward_item,
+    CLEARHEAD_ISA::backward_rows,
+    CLEARHEAD_ISA::backward_sum,
     CLEARHEAD_ISA::peak,
     CLEARHEAD_ISA::exp2_array,
 };

@@ -1,5 +1,6 @@
 // Runs the kernel from several threads at once, each call on a team of threads, for the thread
 // sanitizer; every result must have the bits of the first. Built and run by native/sanitize.sh.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -14,7 +15,7 @@ namespace {
 constexpr int64_t kBatch = 1, kHead = 2, kQuery = 300, kSource = 333, kDim = 32;
 
 struct Problem {
-  std::vector<float> q, k, v, out, lse, entropy, top, received, sums, most, rows, dq, dk, dv, row_max, row_scale;
+  std::vector<float> q, k, v, out, lse, entropy, top, received, sums, most, rows, dq, dk, dv, bias, dbias, terms, row_max, row_scale;
   std::vector<int64_t> sources;
   std::vector<int32_t> start, stop, query_edges, source_edges;
   int64_t query;
@@ -28,7 +29,7 @@ struct Problem {
     };
     const int64_t rows_all = kBatch * kHead * query;
     fill(q, rows_all * kDim), fill(k, kHead * kSource * kDim), fill(v, kHead * kSource * kDim);
-    out.resize(q.size()), dq.resize(q.size() * 4), dk.resize(k.size()), dv.resize(v.size());
+    out.resize(q.size()), dq.resize(q.size()), bias.resize(query * kSource), dbias.resize(bias.size()), terms.resize(rows_all), dk.resize(k.size()), dv.resize(v.size());
     lse.resize(rows_all), entropy.resize(rows_all), row_max.resize(rows_all), row_scale.resize(rows_all);
     top.resize(rows_all * 3), sources.resize(rows_all * 3);
     received.resize(4 * kHead * kSource), sums.resize(4 * kHead * 9), most.resize(4 * kHead * 9);
@@ -59,7 +60,13 @@ struct Problem {
     if (!forward(kernel, work, 4)) return false;
     Backward gradient{};
     gradient.forward = call(), gradient.grad_out = gradient.forward.out;
-    gradient.dq = dq.data(), gradient.dk = dk.data(), gradient.dv = dv.data(), gradient.slots = 4;
+    auto view = [](std::vector<float>& x, int64_t positions) {
+      return View{(char*)x.data(), kHead * positions * kDim, positions * kDim, kDim};
+    };
+    gradient.dq = view(dq, query), gradient.dk = view(dk, kSource), gradient.dv = view(dv, kSource);
+    gradient.forward.bias = {bias.data(), 0, 0, kSource, 1}, gradient.dbias = {dbias.data(), 0, 0, 0, kSource, 1};
+    gradient.readings.received = received.data(), gradient.row_terms = terms.data();
+    std::fill(dbias.begin(), dbias.end(), 0.f), std::fill(terms.begin(), terms.end(), 0.f);
     return backward(kernel, gradient, 4);
   }
 
@@ -68,7 +75,7 @@ struct Problem {
       return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
     };
     return equal(out, other.out) && equal(received, other.received) && equal(sums, other.sums) && equal(dq, other.dq) &&
-           equal(dk, other.dk) && equal(dv, other.dv) && sources == other.sources;
+           equal(dk, other.dk) && equal(dv, other.dv) && equal(dbias, other.dbias) && sources == other.sources;
   }
 };
 

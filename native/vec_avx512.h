@@ -119,7 +119,11 @@ struct Vec {
     return (pair)_mm512_set1_epi32(both);
   }
   static f dot(pair a, pair b, f c) { return _mm512_dpbf16_ps(c, a, b); }
-  static void store_bf16(uint16_t* p, f x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+  static void store_bf16_rows(uint16_t* first, uint16_t* second, f low, f high) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(both));
+    _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(both, 1));
+  }
   // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
   static void store_pair(uint32_t* p, f low, f high) {
     const __m512i order = _mm512_set_epi16(

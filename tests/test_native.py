@@ -408,6 +408,6 @@ class TestBinding:
         with pytest.raises(ValueError, match="positive"):
             call.set_slots(0)
         with pytest.raises(ValueError, match="maxima"):
-            call.differentiate(64, (8, 8, 4, 1), 0, 64, 64, 64, 1, 1)
+            call.differentiate(*(64, (8, 8, 4, 1)) * 2, *(64, (12, 12, 4, 1)) * 2, False, 1)
         with pytest.raises(ValueError, match="no avx9 kernel"):
             kernel.choose("avx9")

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import clearhead as ch
 from clearhead import masks, readings
 from clearhead._impl import _gather, _stream, _strips, reference, tiled
+from clearhead._impl._autograd import FIELDS, tensors_of
 from clearhead._impl.problem import Problem
 
 FIVE = (
@@ -226,10 +227,10 @@ class TestGradients:
                 for k, v in FEATURES[features].items()}  # fmt: skip
         p = problem(3, 4, mask, head=2, width=2, dtype=torch.float64, **(more | {"value": 2}))
         read = (readings.Entropy(), readings.Mass(masks.first(2)), readings.Received())
-        inputs = [x.clone().requires_grad_() for x in tiled._inputs(p) if x is not None]
+        inputs = [x.clone().requires_grad_() for x in tensors_of(p) if x is not None]
 
         def answer(*given: Tensor) -> Any:
-            fields = [n for n in tiled.FIELDS if getattr(p, n) is not None]
+            fields = [n for n in FIELDS if getattr(p, n) is not None]
             context, values = tiled.attend(
                 replace(p, **dict(zip(fields, given, strict=True))), read
             )
@@ -264,7 +265,7 @@ class TestGradients:
 
 def pull(impl: Any, p: Problem, read: Any) -> list[Tensor]:
     """The gradients of all inputs, of a weighted sum of all outputs."""
-    fields = [name for name in tiled.FIELDS if getattr(p, name) is not None]
+    fields = [name for name in FIELDS if getattr(p, name) is not None]
     inputs = [getattr(p, name).detach().clone().requires_grad_() for name in fields]
     context, values = impl.attend(replace(p, **dict(zip(fields, inputs, strict=True))), read)
     draw = torch.Generator().manual_seed(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -127,6 +126,17 @@ def four(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
+def lifted(bias: Tensor, problem: Problem) -> Tensor:
+    """The bias as (batch or 1, head or 1, query or 1, source or 1)."""
+    rank = problem.query.ndim
+    if rank == bias.ndim == 4:
+        return bias
+    bias = bias[(None,) * (rank - bias.ndim)]
+    if any(n > 1 for n in bias.shape[:-3]):
+        bias = bias.expand(*problem.query.shape[:-3], *bias.shape[-3:])
+    return bias.reshape(-1, *bias.shape[-3:])
+
+
 class Inputs:
     """The tensors of a problem as the kernel reads them; they live as long as the call."""
 
@@ -137,14 +147,10 @@ class Inputs:
         if problem.mask is not None:
             self.ranges = ranges_of(problem.mask, problem)
         if problem.bias is not None:
-            self.bias = self._bias(problem.bias.detach())
+            shape = (*self.query.shape[:3], self.key.shape[2])
+            self.bias = lifted(problem.bias.detach(), problem).float().expand(shape)
         if problem.sinks is not None:
             self.sinks = problem.sinks.detach().float().contiguous()
-
-    def _bias(self, bias: Tensor) -> Tensor:
-        batch, head, query, _ = self.query.shape
-        whole = bias.float().expand(*self.problem.query.shape[:-1], self.key.shape[2])
-        return whole.reshape(batch, head, query, -1) if whole.ndim != 4 else whole
 
     def parts(self) -> list[range]:
         """The whole, or as many queries at a time as have few enough edges to write out."""
@@ -204,6 +210,31 @@ def steps(x: Tensor) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
+class ReadEdges:
+    """The edges whose mass is read, as ranges or, for some queries at a time, as bytes."""
+
+    def __init__(self, inputs: Inputs, edges: Any):
+        self.inputs, self.edges = inputs, edges
+        self.ranges = ranges_of(edges, inputs.problem)
+        self.bytes: Tensor | None = None
+
+    def split(self, parts: list[range]) -> list[range]:
+        """Parts of few enough queries to write their edges out."""
+        if self.ranges is not None:
+            return parts
+        batch, head, _, _ = self.inputs.query.shape
+        return split(parts, max(1, EDGES // (batch * head * self.inputs.key.shape[2])))
+
+    def tell(self, call: Any, part: range) -> None:
+        """Tell a kernel call on these queries."""
+        if self.ranges is None:
+            self.bytes = self.inputs.write_out(self.edges, part)
+            call.set_mass_edges(self.bytes.data_ptr(), steps(self.bytes))
+            return
+        start, stop = (x.data_ptr() + 4 * part.start for x in self.ranges)
+        call.set_mass_ranges(start, stop, *self.ranges.strides())
+
+
 class Results:
     """What the kernel fills beside the context: made to measure, handed out as reading values."""
 
@@ -220,6 +251,7 @@ class Results:
         self.received: Any = None
         self.cells: Any = None
         self.mass: Any = None
+        self.edges: Any = None
         self.rows: Any = None
         self.slots = max(
             1, min(SLOTS // (self.shape[0] * self.shape[1]), -(-self.shape[2] // _native.block()))
@@ -248,8 +280,7 @@ class Results:
         self.cells = (*edges, self._new(*shape).zero_(), self._new(*shape).zero_())
 
     def _make_mass(self, edges: Any) -> None:
-        self.mass, self.mass_mask = self._new(*self.shape), edges
-        self.mass_ranges = ranges_of(edges, self.inputs.problem)
+        self.mass, self.edges = self._new(*self.shape), ReadEdges(self.inputs, edges)
 
     def _make_rows(self) -> None:
         query, chosen = self.shape[2], set()
@@ -277,7 +308,7 @@ class Results:
             call.set_top(weights.shape[-1], weights.data_ptr(), sources.data_ptr())
         if self.mass is not None:
             call.set_mass(self.mass.data_ptr())
-            self._ask_edges(call, part)
+            self.edges.tell(call, part)
         if self.rows is not None:
             call.set_rows(self.row_of.data_ptr(), self.rows.shape[2], self.rows.data_ptr())
         call.set_slots(self.slots)
@@ -290,17 +321,6 @@ class Results:
                 len(sources) - 1,
                 *(x.data_ptr() for x in (queries, sources, total, most)),
             )
-
-    def _ask_edges(self, call: Any, part: range) -> None:
-        if self.mass_ranges is not None:
-            start, stop = self.mass_ranges
-            at = 4 * part.start
-            call.set_mass_ranges(
-                start.data_ptr() + at, stop.data_ptr() + at, *self.mass_ranges.strides()
-            )
-        else:
-            self.mass_edges = self.inputs.write_out(self.mass_mask, part)
-            call.set_mass_edges(self.mass_edges.data_ptr(), steps(self.mass_edges))
 
     def value(self, reading: Reading) -> Any:
         """The value of one reading, without the batch axes put back."""
@@ -325,17 +345,21 @@ class Results:
         return BlockMapValue(total.sum(0) / edges, most.amax(0))
 
     def _normalized(self) -> Tensor:
-        """The entropy over the log of how many sources each row may read; 0 where that is one."""
-        entropy, ranges = self.entropy, self.inputs.ranges
-        assert entropy is not None
-        if ranges is None:
-            count = torch.tensor(self.source)
-        else:
-            start, stop = (x[0].clamp(0, self.source) for x in ranges)
-            count = stop - start
-        many = count > 1
-        largest = torch.where(many, count, 2).to(entropy.dtype).log()
-        return torch.where(many | entropy.isnan(), entropy / largest, 0)
+        """The entropy over the largest it can be; 0 where there is one source."""
+        assert self.entropy is not None
+        many, largest = largest_entropy(self.inputs)
+        return torch.where(many | self.entropy.isnan(), self.entropy / largest, 0)
+
+
+def largest_entropy(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Where a row has more than one source, and the log of how many it has."""
+    if inputs.ranges is None:
+        count = torch.tensor(inputs.key.shape[2])
+    else:
+        start, stop = (x[0].clamp(0, inputs.key.shape[2]) for x in inputs.ranges)
+        count = stop - start
+    many = count > 1
+    return many, torch.where(many, count, 2).to(torch.float32).log()
 
 
 def cuts(size: int, cells: int) -> Tensor:
@@ -388,8 +412,8 @@ def forward(
     out = torch.empty(*q.shape[:3], inputs.value.shape[3], dtype=q.dtype)
     results = Results(inputs, read, graph) if read or graph else None
     parts = inputs.parts()
-    if results is not None and results.mass is not None and results.mass_ranges is None:
-        parts = split(parts, max(1, EDGES // (math.prod(q.shape[:2]) * inputs.key.shape[2])))
+    if results is not None and results.edges is not None:
+        parts = results.edges.split(parts)
     for part in parts:
         call = inputs.call(out, part if len(parts) > 1 else None)
         if results is not None:
@@ -437,48 +461,3 @@ def split(parts: list[range], rows: int) -> list[range]:
     """Cut into parts of at most so many rows, in whole blocks of the kernel."""
     step = max(1, rows // _native.block()) * _native.block()
     return [part[i : i + step] for part in parts for i in range(0, len(part), step)]
-
-
-def backward(
-    inputs: Inputs, out: Tensor, softmax: Tensor, grad: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value in fp32, by the kernel."""
-    q, k, v = inputs.query, inputs.key, inputs.value
-    batch, head, _, width = q.shape
-    few = -(-4 * torch.get_num_threads() // (batch * k.shape[1]))
-    slots = max(1, min(few, -(-k.shape[2] // 64)))
-    dk, dv = (
-        torch.zeros(*x.shape[:3], whole_vectors(x.shape[3]), dtype=torch.float32) for x in (k, v)
-    )
-    grad, given, dq = four(grad.to(q.dtype)), 0, []
-    if grad_lse is not None:
-        grad_lse = grad_lse.float().reshape(q.shape[:3]).contiguous()
-        given = grad_lse.data_ptr()
-    for part in inputs.parts():
-        call = inputs.call(out, part)
-        call.set_rows_of_softmax(*(x.data_ptr() for x in softmax))
-        g = grad[:, :, part.start : part.stop]
-        share = torch.empty(slots, batch, head, len(part), width, dtype=torch.float32)
-        places = (x.data_ptr() for x in (share, dk, dv))
-        call.differentiate(g.data_ptr(), g.stride(), given, *places, slots, 0)
-        dq.append(share[0] if slots == 1 else share.sum(0))
-    whole = dq[0] if len(dq) == 1 else torch.cat(dq, 2)
-    return whole, dk[..., :width], dv[..., : v.shape[3]]
-
-
-def whole_vectors(width: int) -> int:
-    """The width in whole vectors of the kernel's lanes."""
-    return -(-width // _native.lanes()) * _native.lanes()
-
-
-def sink_gradient(
-    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None
-) -> Tensor:
-    """A sink takes weight from all sources of its rows, and brings no value."""
-    delta = (out.float() * grad.float()).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse.reshape(lse.shape)
-    weight = (problem.sinks.float()[:, None] - lse).exp()  # type: ignore[union-attr]
-    # In an empty row whose sink is -inf, inf - inf: it has no weight to give.
-    weight = torch.where(weight.isfinite(), weight, 0)
-    return -(weight * delta).sum((0, 2)).to(problem.sinks.dtype)  # type: ignore[union-attr]

@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead import readings
-from clearhead._impl import _kernel
+from clearhead._impl import _gradients, _kernel
+from clearhead._impl._changes import Changes
 from clearhead._impl.problem import Problem
-from clearhead.readings import Reading
+from clearhead.readings import LogSumExp, Reading
 
 
 def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tensor, list[Any]]:
     """Trace the call: one operator for the context, plain operations (`spec`) for the readings."""
     query, shape = _four(problem.query), problem.query.shape
     start, stop, edges = _edges(problem)
-    bias = None if problem.bias is None else _bias(problem, query)
+    bias = None if problem.bias is None else _kernel.lifted(problem.bias, problem)
     context, lse, _ = torch.ops.clearhead.attend(
         query, _four(problem.key), _four(problem.value), start, stop, edges, bias, problem.sinks,
         problem.scale, problem.softcap,
     )  # fmt: skip
-    others = tuple(r for r in read if type(r) is not readings.LogSumExp)
+    others = tuple(r for r in read if type(r) is not LogSumExp)
     found = dict(zip(others, spec.attend(problem, others)[1], strict=True)) if others else {}
     values = [found[r] if r in found else lse.reshape(shape[:-1]) for r in read]
     return context.reshape(*shape[:-1], context.shape[-1]), values
@@ -30,11 +30,6 @@ def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tens
 
 def _four(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
-
-
-def _bias(problem: Problem, query: Tensor) -> Tensor:
-    whole = problem.bias.expand(*problem.query.shape[:-1], problem.key.shape[-2])  # type: ignore[union-attr]
-    return whole.reshape(*query.shape[:3], -1)
 
 
 def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -81,30 +76,30 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 @torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    grad: Tensor, grad_lse: Tensor, context: Tensor, softmax: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, start: Tensor | None, stop: Tensor | None, edges: Tensor | None,
+    grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Tensor, query: Tensor,
+    key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None, edges: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
-    found = _kernel.backward(inputs, _kernel.four(context), softmax.contiguous(), grad, grad_lse)
-    return tuple(
-        g.to(x.dtype).contiguous() for g, x in zip(found, (query, key, value), strict=True)
-    )  # type: ignore[return-value]
+    changes = Changes(inputs, lse)
+    changes.add(LogSumExp(), None, grad_lse)
+    out, softmax = _kernel.four(context), softmax.contiguous()
+    found = _gradients.backward(inputs, out, lse, softmax, grad, changes, (True,) * 3 + (*needs,))
+    return tuple(lse.new_empty(0) if x is None else x.contiguous() for x in found)  # type: ignore[return-value]
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_lse: Tensor,
-    context: Tensor,
-    softmax: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *rest: Any,
-) -> Any:
+def _(grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Tensor,
+      query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
+      edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
+      softcap: float | None, needs: list[bool]) -> Any:  # fmt: skip
+    extra = (x if need else None for x, need in zip((bias, sinks), needs, strict=True))
     return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+        lse.new_empty(0)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (query, key, value, *extra)
     )
 
 
@@ -115,15 +110,12 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor, _: Any) -> Any:
     *tensors, context, lse, softmax = ctx.saved_tensors
-    found = torch.ops.clearhead.attend_backward(
-        grad, grad_lse, context, softmax, *tensors, ctx.scale, ctx.softcap
+    needs = list(ctx.needs_input_grad[6:8])
+    *found, bias, sinks = torch.ops.clearhead.attend_backward(
+        grad, grad_lse, context, lse, softmax, *tensors, ctx.scale, ctx.softcap, needs
     )
-    sinks = None
-    if ctx.needs_input_grad[7]:
-        query, key, value, *_, given = tensors
-        problem = Problem(query, key, value, None, ctx.scale, sinks=given)
-        sinks = _kernel.sink_gradient(problem, context, lse, grad, grad_lse)
-    return *found, None, None, None, None, sinks, None, None
+    extra = (x if need else None for x, need in zip((bias, sinks), needs, strict=True))
+    return *found, None, None, None, *extra, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)

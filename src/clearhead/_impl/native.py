@@ -6,17 +6,16 @@ not take itself, and gradients that it does not have, come from the next impleme
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from clearhead import readings
-from clearhead._impl import _kernel, _traced
+from clearhead._impl import _changes, _gradients, _kernel, _traced
+from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient
 from clearhead._impl.problem import Problem, watchers
-from clearhead.readings import Reading
+from clearhead.readings import BlockMapValue, Reading
 
 NAME = "native"
 # The implementations that give what the kernel has not, in eager calls and in traced ones; the
@@ -53,8 +52,6 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         reasons.append("an axis has no elements")
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         reasons.append("an input is a tensor subclass")
-    if tracing and problem.bias is not None and problem.bias.requires_grad:
-        reasons.append("the gradient of a bias is wanted in a traced call")
     for extra in (problem.bias, problem.sinks):
         if extra is not None and type(extra) not in PLAIN:
             reasons.append("bias or sinks are a tensor subclass")
@@ -66,12 +63,12 @@ def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[An
     if torch.compiler.is_compiling():
         return _traced.attend(problem, read, spec)
     try:
-        if not (torch.is_grad_enabled() and _requires_grad(problem)):
+        if not wants_gradient(problem):
             if not read and problem.query.ndim == 4:
                 return _kernel.context(problem), []
             return _forward(problem, read)[:2]
         specs: list[Any] = []
-        context, *flat = _Native.apply(problem, read, specs, *_inputs(problem))  # type: ignore[misc]
+        context, *flat = _Native.apply(problem, read, specs, *tensors_of(problem))  # type: ignore[misc]
         return context, pytree.tree_unflatten(flat, specs[0]) if read else []
     except _kernel.OutOfRange:
         # Whether it is raised hangs on the context alone: looking changes nothing.
@@ -89,16 +86,6 @@ def _out_of_range(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, 
     with torch.no_grad():
         ours, good = _kernel.in_range(problem)
     return torch.where(good, ours, context), values
-
-
-def _requires_grad(problem: Problem) -> bool:
-    if problem.query.requires_grad or problem.key.requires_grad or problem.value.requires_grad:
-        return True
-    return any(x is not None and x.requires_grad for x in (problem.bias, problem.sinks))
-
-
-def _inputs(problem: Problem) -> tuple[Tensor | None, ...]:
-    return problem.query, problem.key, problem.value, problem.bias, problem.sinks
 
 
 def _forward(
@@ -127,79 +114,83 @@ def _batched(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 class _Native(torch.autograd.Function):
-    """The kernel's own backward; what it lacks is differentiated through the next."""
+    """The kernel's own backward; readings that it lacks are differentiated through the next."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
         context, values, results = _forward(problem, read, graph=True)
-        flat, spec = pytree.tree_flatten(values) if read else ((), None)
+        flat, spec = pytree.tree_flatten(values)
         specs.append(spec)
-        ctx.problem, ctx.read, ctx.spec = replace(problem, **dict.fromkeys(FIELDS)), read, spec
-        ctx.save_for_backward(*inputs, context, results.lse, results.softmax)
+        ctx.problem, ctx.read, ctx.spec = bare(problem), read, spec
+        # The gradients of some readings need the value.
+        kept = [x for r, v in zip(read, values, strict=True) if type(r) in _changes.KEPT
+                for x in pytree.tree_leaves(v)]  # fmt: skip
+        ctx.save_for_backward(*inputs, context, results.lse, results.softmax, *kept)
         ctx.set_materialize_grads(False)
-        return context, *(x.view_as(x) for x in flat)
+        flat = [x.view_as(x) for x in flat]
+        if read:
+            shown = pytree.tree_unflatten(flat, spec)
+            ctx.mark_non_differentiable(*(x.max for x in shown if isinstance(x, BlockMapValue)))
+        return context, *flat
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any):
-        outer, *flat = gradients
-        *inputs, context, lse, softmax = ctx.saved_tensors
-        problem = replace(ctx.problem, **dict(zip(FIELDS, inputs, strict=True)))
-        needs = ctx.needs_input_grad[3:]
-        grad_lse, known = _of_lse(ctx.read, flat, ctx.spec)
-        if torch.is_grad_enabled() or not known or needs[3]:
-            return None, None, None, *_through_rest(problem, ctx.read, gradients, needs)
+        needs, problem = ctx.needs_input_grad[3:], filled(ctx.problem, ctx.saved_tensors[:5])
+        if torch.is_grad_enabled():
+            found = _through_rest(problem, ctx.read, gradients, needs)
+        else:
+            found = _gradient(problem, ctx, gradients, needs)
+        return None, None, None, *found
+
+
+def _gradient(problem: Problem, ctx: Any, gradients: Any, needs: Any) -> list[Tensor | None]:
+    """The gradients of the tensors of a problem, by the kernel as far as it has them."""
+    outer, *flat = gradients
+    context, lse, softmax = ctx.saved_tensors[5:8]
+    handed, changes, others = _kernel.Inputs(problem), None, []
+    if any(x is not None for x in flat):
+        changes, others = _shares(ctx, handed, lse, flat)
+    found: list[Tensor | None] = [None] * 5
+    if outer is not None or changes is not None:
         out = _kernel.four(context)
-        grad = torch.zeros_like(out) if outer is None else _kernel.four(outer)
-        handed = _kernel.Inputs(problem)
-        given = _kernel.backward(handed, out, softmax, grad, grad_lse)
-        found = [
-            g.reshape(x.shape).to(x.dtype) if need else None
-            for x, g, need in zip(inputs, given, needs, strict=False)
-        ]
-        sinks = _kernel.sink_gradient(problem, out, lse, grad, grad_lse) if needs[4] else None
-        return None, None, None, *found, None, sinks
+        found = list(_gradients.backward(handed, out, lse, softmax, outer, changes, needs))
+    if others:
+        alone, shares = zip(*others, strict=True)
+        leaves = [None, *pytree.tree_leaves(shares)]
+        more = _through_rest(problem, alone, leaves, needs)
+        found = [b if a is None else a if b is None else a + b
+                 for a, b in zip(found, more, strict=True)]  # fmt: skip
+    return found
 
 
-FIELDS = ("query", "key", "value", "bias", "sinks")
-
-
-def _of_lse(read: tuple[Reading, ...], flat: Any, spec: Any) -> tuple[Tensor | None, bool]:
-    """The gradient of the log-sum-exp, which the kernel takes, and whether it is the only one."""
-    total, known = None, True
-    for reading, share in zip(read, pytree.tree_unflatten(flat, spec) if read else (), strict=True):
-        given = [x for x in pytree.tree_leaves(share) if x is not None]
-        if given and type(reading) is readings.LogSumExp:
-            total = given[0] if total is None else total + given[0]
-        elif given:
-            known = False
-    return total, known
+def _shares(
+    ctx: Any, inputs: _kernel.Inputs, lse: Tensor, flat: Any
+) -> tuple[_changes.Changes | None, list[tuple[Reading, Any]]]:
+    """The gradients of the readings: those that the kernel takes, and the others."""
+    changes, others = None, []
+    taken = _kernel.native_readings(inputs.problem, ctx.read)
+    kept = iter(ctx.saved_tensors[8:])
+    for reading, share in zip(ctx.read, pytree.tree_unflatten(flat, ctx.spec), strict=True):
+        value = _changes.value(reading, kept) if type(reading) in _changes.KEPT else None
+        if not any(x is not None for x in pytree.tree_leaves(share)):
+            continue
+        if not any(reading is each for each in taken):
+            others.append((reading, share))
+            continue
+        changes = changes or _changes.Changes(inputs, lse)
+        changes.add(reading, value, share)
+    return changes, others
 
 
 def _through_rest(
     problem: Problem, read: tuple[Reading, ...], gradients: Any, needs: Any
 ) -> list[Tensor | None]:
     """The same gradients by the next implementation, which computes the call again."""
-    again_differentiable = torch.is_grad_enabled()
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
         # One tensor may be query, key and value at once: each alias has its own gradient.
         aliases = [
-            None if x is None else x.view_as(x) if x.requires_grad else x for x in _inputs(problem)
+            x.view_as(x) if x is not None and x.requires_grad else x for x in tensors_of(problem)
         ]
-        again = replace(problem, **dict(zip(FIELDS, aliases, strict=True)))
-        context, values = rest.attend(again, read)
-        outputs = [context, *pytree.tree_leaves(values)]
-        pairs = [
-            (x, g)
-            for x, g in zip(outputs, gradients, strict=True)
-            if g is not None and x.requires_grad
-        ]
-        wanted: Any = [x for x, need in zip(aliases, needs, strict=True) if need]
-        if not pairs:
-            return [None] * len(aliases)
-        ends, starts = zip(*pairs, strict=True)
-        found = iter(
-            torch.autograd.grad(
-                ends, wanted, starts, create_graph=again_differentiable, allow_unused=True
-            )
-        )
-    return [next(found) if need else None for need in needs]
+        context, values = rest.attend(filled(problem, aliases), read)
+        return pull([context, *pytree.tree_leaves(values)], gradients, aliases, needs, again)

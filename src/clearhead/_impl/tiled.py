@@ -8,7 +8,6 @@ is torch's fused one where it means the same, or computes each strip again under
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from clearhead import readings
 from clearhead._impl import _fused, _stream
+from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient
 from clearhead._impl._strips import Piece, height_for, mix, plan, take, take_bias, weigh
 from clearhead._impl.problem import Problem, watchers
 from clearhead.readings import BlockMapValue, Blocks, PerQuery, Reading, Strip
@@ -29,24 +29,24 @@ ELEMENTS, ROWS = 1 << 21, 32
 def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
     """Say why the call needs the reference: what is watched from outside, or unknown readings."""
     reasons = watchers()
-    inputs = _inputs(problem)
+    inputs = tensors_of(problem)
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs if x is not None):
         reasons.append("an input is a tensor subclass")
     if problem.query.is_meta:
         reasons.append("meta tensors hold nothing to compute with")
     foreign = any(type(reading).__module__ != readings.__name__ for reading in read)
-    if foreign and _wants_gradient(problem):
+    if foreign and wants_gradient(problem):
         reasons.append("a reading that is not clearhead's own has no gradient here")
     return reasons
 
 
 def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
     """Return the context and the values of the readings."""
-    if not _wants_gradient(problem):
+    if not wants_gradient(problem):
         context, _, parts = _forward(problem, read)
         return context, [r.finish(part) for r, part in zip(read, parts, strict=True)]
     specs: list[Any] = []
-    context, *flat = _Tiled.apply(problem, read, specs, *_inputs(problem))  # type: ignore[misc]
+    context, *flat = _Tiled.apply(problem, read, specs, *tensors_of(problem))  # type: ignore[misc]
     return context, pytree.tree_unflatten(flat, specs[0])
 
 
@@ -55,15 +55,6 @@ def readings_only(problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
     with torch.no_grad():
         _, _, parts = _forward(problem, read, mix=False)
         return [reading.finish(part) for reading, part in zip(read, parts, strict=True)]
-
-
-def _inputs(problem: Problem) -> tuple[Any, ...]:
-    return problem.query, problem.key, problem.value, problem.bias, problem.sinks
-
-
-def _wants_gradient(problem: Problem) -> bool:
-    inputs = _inputs(problem)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _forward(
@@ -149,7 +140,7 @@ class _Tiled(torch.autograd.Function):
         values = [r.finish(part) for r, part in zip(read, parts, strict=True)]
         flat, spec = pytree.tree_flatten(values)
         specs.append(spec)
-        ctx.problem, ctx.read, ctx.spec = replace(problem, **dict.fromkeys(FIELDS)), read, spec
+        ctx.problem, ctx.read, ctx.spec = bare(problem), read, spec
         # Aliases: an output kept on ctx would keep itself alive.
         ctx.parts = pytree.tree_map_only(Tensor, Tensor.detach, parts)
         ctx.save_for_backward(*inputs, context, lse)
@@ -162,7 +153,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any):
         *inputs, context, lse = ctx.saved_tensors
-        problem = replace(ctx.problem, **dict(zip(FIELDS, inputs, strict=True)))
+        problem = filled(ctx.problem, inputs)
         outer, *flat = gradients
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
@@ -177,21 +168,18 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, *found
 
 
-FIELDS = ("query", "key", "value", "bias", "sinks")
-
-
 def _whole_gradient(
     problem: Problem, read: tuple[Reading, ...], gradients: tuple[Any, ...], needs: Any
 ) -> list[Tensor | None]:
     """The gradient as a differentiable function of inputs and gradients, in one strip."""
     # One tensor may be query, key and value at once: each alias has its own gradient.
-    inputs = [None if x is None else x.view_as(x) for x in _inputs(problem)]
-    call = _Call(replace(problem, **dict(zip(FIELDS, inputs, strict=True))))
+    inputs = [None if x is None else x.view_as(x) for x in tensors_of(problem)]
+    call = _Call(filled(problem, inputs))
     (piece,) = call.pieces(whole=True)
     strip, allowed = call.weigh(piece)
     values = [reading.finish(reading.part(strip)) for reading in read]
     context = call.mix(piece, strip, allowed).to(problem.query.dtype)
-    return _pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, True)
+    return pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, True)
 
 
 def _part_gradient(reading: Reading, part: Any, given: Any) -> Any:
@@ -201,30 +189,12 @@ def _part_gradient(reading: Reading, part: Any, given: Any) -> Any:
         leaves = [x.requires_grad_() if _real(x) else x for x in leaves]
         value = reading.finish(pytree.tree_unflatten(leaves, spec))
     needs = [_real(x) for x in leaves]
-    found = _pull(pytree.tree_leaves(value), pytree.tree_leaves(given), leaves, needs, False)
+    found = pull(pytree.tree_leaves(value), pytree.tree_leaves(given), leaves, needs, False)
     return pytree.tree_unflatten(found, spec)
 
 
 def _real(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _pull(
-    outputs: list[Any], gradients: Any, inputs: list[Any], needs: Any, create_graph: bool
-) -> list[Tensor | None]:
-    """torch.autograd.grad for the inputs that need one; None for the others."""
-    given = zip(outputs, gradients, strict=True)
-    pairs = [
-        (x, g) for x, g in given if g is not None and isinstance(x, Tensor) and x.requires_grad
-    ]
-    wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-    if not pairs or not wanted:
-        return [None] * len(inputs)
-    ends, starts = zip(*pairs, strict=True)
-    found = iter(
-        torch.autograd.grad(ends, wanted, starts, create_graph=create_graph, allow_unused=True)
-    )
-    return [next(found) if need else None for need in needs]
 
 
 def _strip_gradient(
@@ -233,7 +203,7 @@ def _strip_gradient(
     call, dtype = _Call(problem), problem.dtype
     sums = [
         torch.zeros(x.shape, dtype=dtype, device=x.device) if need else None
-        for x, need in zip(_inputs(problem), needs, strict=True)
+        for x, need in zip(tensors_of(problem), needs, strict=True)
     ]
     for index, piece in enumerate(call.pieces()):
         cut = [None if x is None else x.detach().to(dtype) for x in call.cut(piece)]
@@ -250,10 +220,10 @@ def _strip_gradient(
             for reading, share in zip(read, shares, strict=True):
                 outputs += pytree.tree_leaves(reading.part(strip))
                 gradients += pytree.tree_leaves(_share_of(reading, share, piece, index))
-        _add(sums, piece, _pull(outputs, gradients, cut, needs, False))
+        _add(sums, piece, pull(outputs, gradients, cut, needs, False))
     return [
         None if x is None else x.to(given.dtype)
-        for x, given in zip(sums, _inputs(problem), strict=True)
+        for x, given in zip(sums, tensors_of(problem), strict=True)
     ]
 
 

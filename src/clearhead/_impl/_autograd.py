@@ -1,0 +1,58 @@
+"""What hand-written backwards share: the tensors of a problem, and torch.autograd.grad for some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead._impl.problem import Problem
+
+__all__ = ["bare", "filled", "pull", "tensors_of", "wants_gradient"]
+
+FIELDS = ("query", "key", "value", "bias", "sinks")
+
+
+def tensors_of(problem: Problem) -> tuple[Any, ...]:
+    """What a gradient may be wanted of: query, key, value, and bias and sinks or None."""
+    return problem.query, problem.key, problem.value, problem.bias, problem.sinks
+
+
+def wants_gradient(problem: Problem) -> bool:
+    """Whether autograd is on and some tensor of the problem needs a gradient."""
+    if not torch.is_grad_enabled():
+        return False
+    if problem.query.requires_grad or problem.key.requires_grad or problem.value.requires_grad:
+        return True
+    return any(x is not None and x.requires_grad for x in (problem.bias, problem.sinks))
+
+
+def bare(problem: Problem) -> Problem:
+    """The problem without its tensors, as a backward may keep it."""
+    return replace(problem, **dict.fromkeys(FIELDS))
+
+
+def filled(problem: Problem, tensors: Sequence[Any]) -> Problem:
+    """The problem with these tensors in their places."""
+    return replace(problem, **dict(zip(FIELDS, tensors, strict=True)))
+
+
+def pull(
+    outputs: Sequence[Any], gradients: Any, inputs: Sequence[Any], needs: Any, create_graph: bool
+) -> list[Tensor | None]:
+    """torch.autograd.grad for the inputs that need one; None for the others."""
+    given = zip(outputs, gradients, strict=True)
+    pairs = [
+        (x, g) for x, g in given if g is not None and isinstance(x, Tensor) and x.requires_grad
+    ]
+    wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    ends, starts = zip(*pairs, strict=True)
+    found = iter(
+        torch.autograd.grad(ends, wanted, starts, create_graph=create_graph, allow_unused=True)
+    )
+    return [next(found) if need else None for need in needs]
