@@ -167,9 +167,8 @@ def from_attend(
     bias = problem.bias
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)) if bias.ndim < 4 else bias
-        bias = bias.expand(*problem.query.shape[:-3], *bias.shape[-3:]).reshape(
-            -1, *bias.shape[-3:]
-        )
+        lead = problem.query.shape[:-3]
+        bias = bias.expand(*lead, *bias.shape[-3:]).reshape(batch, *bias.shape[-3:])
         bias = bias.expand(-1, -1, query.shape[2], key.shape[2])
     return Call(
         query, key, value, problem.mask, bias, problem.scale, problem.softcap, problem.sinks,
@@ -211,4 +210,4 @@ def _four(x: Tensor, lead: torch.Size, heads: int | None, ndim: int) -> Tensor:
         return x[:, None] if x.ndim == 3 else x[None, None]
     if mask and (x.ndim < 4 or all(size == 1 for size in x.shape[:-3])):
         return x.reshape((1,) * max(4 - x.ndim, 0) + x.shape[max(x.ndim - 4, 0) :])
-    return x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+    return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])

@@ -26,6 +26,11 @@ def _within(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(other + ".")
 
 
+def _plain(name: str) -> str:
+    """Leave out of a dotted name what `torch.compile` put in."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
     """Say on how many positions a model is called."""
     names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
@@ -53,7 +58,7 @@ class Modules:
         self._stack: list[str] = []
         self._thread = threading.get_ident()
         named = list(model.named_modules()) if isinstance(model, nn.Module) else []
-        self._modules = {name.replace("_orig_mod.", ""): module for name, module in named}
+        self._modules = {_plain(name): module for name, module in named}
         for name, module in self._modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.scripted.add(name)
