@@ -163,7 +163,7 @@ def summary(row: Row) -> dict[str, Any]:
         "note": row.note,
         "samples": {n: [float(f"{x:.4g}") for x in s] for n, s in row.samples.items()},
     }
-    found["goals"] = [_reached(goal, found) for goal in row.goals]
+    found["goals"] = [_reached(goal, found, row.peer) for goal in row.goals]
     return found
 
 
@@ -175,12 +175,19 @@ def spread(samples: list[float]) -> float | None:
     return (high - low) / 2 / middle
 
 
-def _reached(goal: Goal, found: dict[str, Any]) -> dict[str, Any]:
-    """A goal beside what was reached. None where the one it names was not there."""
+def _reached(goal: Goal, found: dict[str, Any], peer: str) -> dict[str, Any]:
+    """A goal, whether it was met, or why it could not be."""
     if goal.most is not None:
-        return {"most": goal.most, "met": found["ours"] <= goal.most}
+        return {"most": goal.most, "state": "met" if found["ours"] <= goal.most else "missed"}
     if goal.of == "peak":
         got = found["of_peak"]
     else:
         got = found["others"][goal.of] / found["ours"] if goal.of in found["others"] else None
-    return {"of": goal.of, "least": goal.least, "met": None if got is None else got >= goal.least}
+    if got is None:
+        state = "not measured"
+    elif got >= goal.least:
+        state = "met"
+    else:
+        beyond = goal.of == peer and found["bound"] is not None and found["bound"] < goal.least
+        state = "above the bound" if beyond else "missed"
+    return {"of": goal.of, "least": goal.least, "state": state}

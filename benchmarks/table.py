@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def goal(one: dict[str, Any], unit: str) -> str:
         text = f"{one['least']:.0%} of peak"
     else:
         text = f"{one['least']:.3g}x {one['of']}"
-    return f"{text}: {({True: 'met', False: 'missed', None: 'not measured'})[one['met']]}"
+    return f"{text}: {one['state']}"
 
 
 def losses(rows: Iterable[Found]) -> list[str]:
@@ -101,11 +102,11 @@ def losses(rows: Iterable[Found]) -> list[str]:
 def page(about: dict[str, Any], groups: dict[str, list[Found]], command: str) -> str:
     """All of it, as a page of Markdown."""
     rows = [found for group in groups.values() for found in group]
-    goals = [x["met"] for found in rows for x in found["goals"] if x["met"] is not None]
+    goals = Counter(x["state"] for found in rows for x in found["goals"])
     parts = [
         PAGE.strip().format(command=command),
         "\n".join(f"- {name}: {value}" for name, value in about.items()),
-        f"{sum(goals)} of {len(goals)} goals are met.",
+        "Goals: " + ", ".join(f"{count} {state}" for state, count in sorted(goals.items())) + ".",
         "## Where we lose\n\n" + ("\n".join(losses(rows)) or "Nowhere in this table."),
     ]
     for name, group in groups.items():

@@ -129,15 +129,17 @@ def test_the_bound_is_of_the_peak_or_of_a_yardstick() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "met"),
+    ("goal", "state"),
     [
-        (Goal("SDPA", 1.5), True), (Goal("SDPA", 1.6), False), (Goal("flex", 2), None),
-        (Goal("peak", 0.7), True), (Goal("peak", 0.8), False), (Goal("sum", 0.5), True),
-        (Goal(most=2.0), True), (Goal(most=1.9), False),
+        (Goal("SDPA", 1.5), "met"), (Goal("SDPA", 1.9), "missed"),
+        (Goal("SDPA", 2.1), "above the bound"), (Goal("flex", 2), "not measured"),
+        (Goal("sum", 0.5), "met"), (Goal("sum", 3), "missed"),
+        (Goal("peak", 0.7), "met"), (Goal("peak", 0.8), "missed"),
+        (Goal(most=2.0), "met"), (Goal(most=1.9), "missed"),
     ],
 )  # fmt: skip
-def test_goals(goal: Goal, met: bool | None) -> None:
-    assert found(goals=(goal,))["goals"][0]["met"] is met
+def test_goals(goal: Goal, state: str) -> None:
+    assert found(goals=(goal,))["goals"][0]["state"] == state
 
 
 def test_the_table_says_all_of_a_row() -> None:
@@ -145,7 +147,7 @@ def test_the_table_says_all_of_a_row() -> None:
     assert table.line(found(goals=goals, error=lambda: 1.1, note="flex: not here")) == (
         "| work | float32 | 2.00 s ± 0% | SDPA 3.00 s (1.50x); sum 1.00 s (0.50x) (flex: not here) "
         "| 75% | 2.00x | 1.10 "
-        "| 2.3x SDPA: missed; 2x flex: not measured; 70% of peak: met |"
+        "| 2.3x SDPA: above the bound; 2x flex: not measured; 70% of peak: met |"
     )
     assert table.HEAD.splitlines()[0].count("|") == table.line(found()).count("|")
 
@@ -158,9 +160,13 @@ def test_amounts() -> None:
 
 
 def test_losses_are_on_the_page_and_yardsticks_are_none() -> None:
-    slow = found(samples={"ours": [2.0] * 3, "SDPA": [1.0] * 3, "ours, no readings": [1.0] * 3})
+    slow = found(
+        samples={"ours": [2.0] * 3, "SDPA": [1.0] * 3, "ours, no readings": [1.0] * 3},
+        goals=(Goal("SDPA", 2),),
+    )
     text = table.page({"machine": "made up"}, {"attend": [slow], "avx2": []}, "run it")
     assert "Made by `run it`" in text
+    assert "\n\nGoals: 1 missed.\n\n" in text
     assert "- work, float32: SDPA takes 0.50x ours\n" in text
     assert "no readings takes" not in text
     assert "## Context alone\n\n| work |" in text
