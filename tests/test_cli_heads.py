@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 
     survey = heads.measure(model, TOKENS)  # type: ignore[arg-type]
     about = {"model": "a model [of/tests]", "corpus": "a corpus", "tokens": size}
-    table.write(tmp_path / "table", map(vars, survey.rows()), about)
+    table.write(tmp_path / "table", table.of_rows(map(vars, survey.rows())), about)
     return tmp_path / "table"
 
 

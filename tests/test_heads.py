@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead import heads, masks, models, readings
+from clearhead._heads.look import CORNER, LOCAL
 from clearhead._heads.moments import Moments
-from clearhead._heads.statistics import CORNER, LOCAL
 
 HEADS, WIDTH, WORDS = 3, 15, 7
 

@@ -24,14 +24,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from clearhead import masks
-from clearhead._heads.batch import Batch, PaddingIsRead
-from clearhead._heads.part import Layer, Part
+from clearhead._heads.batch import Batch
+from clearhead._heads.look import Look
+from clearhead._heads.moments import Moments
+from clearhead._heads.part import Layer, Part, Tally, joined
 from clearhead._heads.rolling import Rollout, rollout
 from clearhead._heads.statistics import STATISTICS, Statistic, Values, readings_for
 from clearhead.errors import value_error
@@ -96,49 +98,60 @@ class Survey:
 
     def __init__(self, model: nn.Module, run: Callable[[Batch], Any] | None = None) -> None:
         self.model = model
-        self.layers: list[Layer] = []
+        self.tally: Tally | None = None
         self.sequences = self.tokens = 0
         self.notes: list[str] = []
-        self._run = run or (lambda batch: _forward(model, batch))
+        if run is None and _two_sided(model):
+            self.notes.append(
+                "the encoder alone is read: a decoder attends to what it writes, not to the text"
+            )
+        self._run = run or _runner(model)
         self._chosen: list[int] | None = None
-        self._looked = False
+        self._heads = 0
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The statistics of each attention call so far."""
+        return [] if self.tally is None else self.tally.layers
 
     def add(self, tokens: Tensor, real: Tensor | None = None) -> None:
         """Run the model on a batch and count what its heads do."""
         batch = Batch(tokens, real)
-        self.count(batch, self.read(batch))
+        some = batch.real.any(-1).cpu()
+        if some.any():
+            self.count(self.read(batch)[some], int(batch.real.sum()))
 
-    def read(self, batch: Batch) -> list[Part]:
-        """Run the model on a batch; give what it adds to each layer, and count nothing yet."""
-        if not batch.real.any():
-            return []
-        if not self._looked:
+    def read(self, batch: Batch) -> Moments:
+        """Run the model on a batch; give what each sequence adds, and count nothing yet."""
+        if not self._heads:
             self._look(batch)
-        readings = readings_for(batch)
+        look = Look(batch)
+        readings = readings_for(look, self._heads)
         parts: list[Part] = []
 
         def keep(record: Record) -> None:
-            values = Values(batch, dict(zip(readings, record.value, strict=True)))
+            values = Values(look, dict(zip(readings, record.value, strict=True)))
             _unread(values, record)
             parts.append(Part.of(record.module, values))
 
         read = tuple(readings.values())
         with torch.no_grad(), watch(self.model, read=read, layers=self._chosen, on_call=keep):
             self._run(batch)
-        if self.layers and len(parts) != len(self.layers):
-            rule = f"made {len(parts)} attention calls, and {len(self.layers)} before"
+        outlines = [part.outline for part in parts]
+        if self.tally is None:
+            self.tally = Tally(outlines)
+        if self.tally.outlines != outlines:
+            rule = f"made {len(parts)} attention calls, and {len(self.tally.outlines)} before"
             raise value_error("model", rule)
-        return parts
+        return joined(parts)
 
-    def count(self, batch: Batch, parts: list[Part]) -> None:
-        """Add up what `read` gave."""
-        numbers = [n for n in range(batch.sizes[0]) if batch.real[n].any()] if parts else []
-        layers = self.layers or [Layer.none(p.module, p.overlap.mean.shape[-1]) for p in parts]
-        for number in numbers:
-            layers = [a.merge(p.sequence(number)) for a, p in zip(layers, parts, strict=True)]
-        self.layers = layers
-        self.sequences += len(numbers)
-        self.tokens += int(batch.real.sum()) if parts else 0
+    def count(self, moments: Moments, tokens: int) -> None:
+        """Add up what `read` gave, sequence by sequence."""
+        assert self.tally is not None
+        for number in range(len(moments.count)):
+            self.tally.add(moments[number])
+        self.sequences += len(moments.count)
+        self.tokens += tokens
 
     def _look(self, batch: Batch) -> None:
         """Find the calls in which every position may attend to every other one's source."""
@@ -162,7 +175,7 @@ class Survey:
                 f"{len(others)} attention modules are left out: they are no self-attention over "
                 "the tokens' positions"
             )
-        self._looked = True
+        self._heads = max(record.sizes[1] for record in seen)
 
     def mean(self, statistic: str) -> Tensor:
         """The means of one statistic, (layer, head); NaN where a layer has fewer heads."""
@@ -207,23 +220,19 @@ class Survey:
     def rows(self) -> Iterator[Row]:
         """All numbers as one table, also the overlaps ("overlap.3": with head 3)."""
         for number, layer in enumerate(self.layers):
+            variability = layer.variability()
             for head in range(layer.heads):
-                yield from self.rows_of(layer, number, head)
                 place = (number, layer.module, head)
+                for at, statistic in enumerate(STATISTICS.values()):
+                    moments = layer.statistics[at, head]
+                    yield _row(*place, statistic.name, statistic.unit, moments)
                 for other in range(layer.heads):
                     if other != head:
                         pair = layer.overlap[head, other]
                         yield _row(*place, f"overlap.{other}", "cosine", pair)
                 count = int(layer.corner.count[head].max())
-                variability = float(layer.variability()[head])
-                yield Row(*place, "variability", "share of the squares", count, variability, None)
-
-    @staticmethod
-    def rows_of(layer: Layer, number: int, head: int) -> Iterator[Row]:
-        """Give the rows of one head's own statistics."""
-        for at, statistic in enumerate(STATISTICS.values()):
-            moments = layer.statistics[at, head]
-            yield _row(number, layer.module, head, statistic.name, statistic.unit, moments)
+                mean = float(variability[head])
+                yield Row(*place, "variability", "share of the squares", count, mean, None)
 
 
 def _row(layer: int, module: str, head: int, name: str, unit: str, moments: Any) -> Row:
@@ -259,29 +268,38 @@ def _unread(values: Values, record: Record) -> None:
     """Refuse a model in which real tokens attend to padding: its numbers would depend on it."""
     if not values.batch.padded:
         return
-    read = (values["padding"] * values.rows).amax()
+    read = values["padding"].amax()
     if read > 0:
-        refusal = value_error(
+        raise value_error(
             "real",
             f"the model attends to padding in {record.module or 'its attention'}",
             got=f"a weight of {float(read):.2g}",
             hint="give it sequences of equal length, or run=, which passes the model's own mask",
         )
-        raise PaddingIsRead(str(refusal))
 
 
-def _forward(model: nn.Module, batch: Batch) -> Any:
-    """Call a model on tokens by the names that its forward has."""
-    names = inspect.signature(getattr(model, "forward", model)).parameters
+def _runner(model: nn.Module) -> Callable[[Batch], Any]:
+    """How to run a model on tokens, by the names that its forward has."""
+    read: Any = cast("Any", model).get_encoder() if _two_sided(model) else model
+    names = inspect.signature(getattr(read, "forward", read)).parameters
     if "input_ids" not in names:
-        if batch.padded and "mask" in names:
-            return model(batch.tokens, mask=masks.keep(batch.real))
-        return model(batch.tokens)
+        return lambda batch: _plain(read, batch, "mask" in names)
     # What is not looked at need not be made: caches, and logits of all positions.
-    extra = {
-        "attention_mask": batch.real.long(),
-        "use_cache": False,
-        "logits_to_keep": 1,
-    }
-    wanted = {name: value for name, value in extra.items() if name in names}
-    return model(input_ids=batch.tokens, **wanted)
+    never = {"use_cache": False, "logits_to_keep": 1}
+    fixed = {name: value for name, value in never.items() if name in names}
+
+    def run(batch: Batch) -> Any:
+        mask = {"attention_mask": batch.real.long()} if "attention_mask" in names else {}
+        return read(input_ids=batch.tokens, **mask, **fixed)
+
+    return run
+
+
+def _two_sided(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _plain(model: nn.Module, batch: Batch, masked: bool) -> Any:
+    if batch.padded and masked:
+        return model(batch.tokens, mask=masks.keep(batch.real))
+    return model(batch.tokens)

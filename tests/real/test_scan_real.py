@@ -93,7 +93,6 @@ def test_smollm2_previous_token_scores_are_those_of_eager(corpus: Path, tmp_path
     transformers: Any = pytest.importorskip("transformers")
     out, where = tmp_path / "out", MODELS / "smollm2"
     assert cli.main([*options(corpus, out, "smollm2", 4), "--limit", "6"]) == 0
-    table = pq.read_table(out).to_pylist()
 
     model = transformers.AutoModelForCausalLM.from_pretrained(where, attn_implementation="eager")
     encode = transformers.AutoTokenizer.from_pretrained(where)
@@ -104,7 +103,7 @@ def test_smollm2_previous_token_scores_are_those_of_eager(corpus: Path, tmp_path
             maps = torch.cat(model.eval()(ids[None], output_attentions=True).attentions).double()
             sums += maps.diagonal(-1, -2, -1).sum(-1)
             count += len(ids) - 1
-    means = pooled(table)
+    means = pooled(pq.read_table(out))
     got = [[means[layer, head]["previous"]["mean"] for head in range(9)] for layer in range(30)]
     # As the weights of watch and of eager agree: to 1e-5 each, and so does their mean.
     torch.testing.assert_close(torch.tensor(got).double(), sums / count, rtol=0, atol=1e-5)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from clearhead._heads.moments import Moments
 from clearhead.heads import groups
 
 __all__ = ["ROLES", "atlas", "pooled"]
@@ -31,43 +30,51 @@ _OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.95}
 _HALF = ("induction", "duplicate", "precursor")
 
 
-def pooled(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Give the rows of a table by (layer, head) and statistic; documents are added up."""
+def pooled(table: Any) -> dict[tuple[int, int], dict[str, Any]]:
+    """Give the rows of a table (Arrow) by (layer, head) and statistic; documents are added up."""
+    first, rows, of_row = _alike(table)
+    count, mean, variance = (
+        torch.from_numpy(table[name].take(rows).to_numpy().astype("float64"))
+        for name in ("count", "mean", "variance")
+    )
+    total = torch.bincount(of_row, count)
+    means = torch.bincount(of_row, count * mean) / total
+    # About the mean of all: no large sums are subtracted.
+    spread = count * (variance + (mean - means[of_row]).square())
+    variances = torch.bincount(of_row, spread) / total
     found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
-    for row in rows:
-        if not row["count"]:
-            continue
-        head = found[row["layer"], row["head"]]
-        before = head.get(row["statistic"])
-        head[row["statistic"]] = dict(row) if before is None else _added(before, row)
+    columns = zip(table.take(first).to_pylist(), total, means, variances, strict=True)
+    for row, *numbers in columns:
+        n, m, v = map(float, numbers)
+        v = None if row["variance"] is None else v
+        sums = {"count": int(n), "mean": m, "variance": v}
+        found[row["layer"], row["head"]][row["statistic"]] = {**row, **sums}
     return dict(sorted(found.items()))
 
 
-def _added(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    if left["variance"] is None or right["variance"] is None:
-        return left
-    both = _moments(left).merge(_moments(right))
-    sums = {"count": int(both.count), "mean": float(both.mean), "variance": float(both.variance)}
-    return {**left, **sums}
-
-
-def _moments(row: Mapping[str, Any]) -> Moments:
-    count, mean, variance = (
-        torch.tensor(float(row[name]), dtype=torch.float64)
-        for name in ("count", "mean", "variance")
+def _alike(table: Any) -> tuple[Any, Any, Tensor]:
+    """The first row of each (layer, head, statistic), the rows that count, and which it is."""
+    rows = table["count"].to_numpy().nonzero()[0]
+    names = table["statistic"].unify_dictionaries().combine_chunks().dictionary_encode()
+    layer, head, name = (
+        torch.from_numpy(column.take(rows).to_numpy().astype("int64"))
+        for column in (table["layer"], table["head"], names.indices)
     )
-    return Moments(count, mean, variance * count)
+    heads = int(head.max()) + 1 if len(head) else 1
+    key = (layer * heads + head) * len(names.dictionary) + name
+    of_row = key.unique(return_inverse=True)[1]
+    first = torch.full((int(of_row.max()) + 1 if len(of_row) else 0,), len(of_row))
+    first.scatter_reduce_(0, of_row, torch.arange(len(of_row)), "amin")
+    return rows[first.numpy()], rows, of_row
 
 
-def atlas(
-    rows: Iterable[Mapping[str, Any]], *, threshold: float = 0.4, alike: float = 0.9
-) -> dict[str, Any]:
+def atlas(table: Any, *, threshold: float = 0.4, alike: float = 0.9) -> dict[str, Any]:
     """Say for every head what it does, and which heads of a layer look alike.
 
     `threshold` is the mean weight from which a head has a role; half of it does for those that ask
     for repeated tokens. `alike` is the mean cosine from which two heads are redundant.
     """
-    heads = [_head(*place, found, threshold) for place, found in pooled(rows).items()]
+    heads = [_head(*place, found, threshold) for place, found in pooled(table).items()]
     return {
         "threshold": threshold,
         "alike": alike,

@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import type_error, value_error
-from clearhead.readings import Reading, Strip
 
-__all__ = ["Batch", "OfReal", "PaddingIsRead"]
-
-
-class PaddingIsRead(ValueError):
-    """A model attends to padding, so that its numbers would depend on what it is batched with."""
+__all__ = ["Batch"]
 
 
 class Batch:
@@ -65,36 +60,3 @@ class Batch:
         last = torch.full_like(order, -1)
         last[:, 1:] = torch.where(sorted_ids[:, 1:] == sorted_ids[:, :-1], order[:, :-1], -1)
         return torch.empty_like(order).scatter_(-1, order, last)
-
-    def leading(self, count: int) -> Tensor:
-        """(batch, position): the first real positions."""
-        return self.real & (self.real.cumsum(-1) <= count)
-
-
-class OfReal(Reading):
-    """Another reading, in which padded queries weigh nothing.
-
-    Sums over the queries (`Received`, `Overlap`) need it; numbers per query are left out later.
-    """
-
-    def __init__(self, reading: Reading, batch: Batch) -> None:
-        self.reading, self.real = reading, batch.real
-
-    def part(self, strip: Strip) -> object:
-        """Read one strip."""
-        real = self.real[:, None, strip.queries, None]
-        weights = torch.where(real, strip.weights, 0)
-        return self.reading.part(
-            Strip(
-                strip.scores, weights, strip.lse, strip.queries, strip.sources,
-                strip.query, strip.source,
-            )
-        )  # fmt: skip
-
-    def merge(self, left: object, right: object) -> object:
-        """Put the parts of two strips together."""
-        return self.reading.merge(left, right)
-
-    def finish(self, part: object) -> object:
-        """Turn the part of the whole map into the value."""
-        return self.reading.finish(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,5 +62,22 @@ class Moments:
         spread = self.spread + other.spread + step.square() * self.count * share
         return Moments(count, torch.where(count == 0, 0, mean), spread)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Moments:
+        """Change the shape of all three alike."""
+        return Moments(change(self.count), change(self.mean), change(self.spread))
+
+    @staticmethod
+    def stack(parts: Sequence[Moments]) -> Moments:
+        """Put things of the same shape along a new first axis."""
+        return Moments(*(torch.stack(x) for x in zip(*map(Moments._three, parts), strict=True)))
+
+    @staticmethod
+    def cat(parts: Sequence[Moments]) -> Moments:
+        """Put things side by side along the last axis."""
+        return Moments(*(torch.cat(x, -1) for x in zip(*map(Moments._three, parts), strict=True)))
+
+    def _three(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.count, self.mean, self.spread
+
     def __getitem__(self, at: Any) -> Moments:
-        return Moments(self.count[at], self.mean[at], self.spread[at])
+        return self.map(lambda x: x[at])

@@ -1,17 +1,33 @@
-"""What one attention call adds to the statistics of its heads."""
+"""What attention calls add to the statistics of their heads, and the statistics of all layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from clearhead._heads.look import CORNER
 from clearhead._heads.moments import Moments
-from clearhead._heads.statistics import CORNER, STATISTICS, Values
+from clearhead._heads.statistics import STATISTICS, Values, moments_of
 
-__all__ = ["Layer", "Part"]
+__all__ = ["Layer", "Outline", "Part", "Tally", "joined"]
+
+
+class Outline(NamedTuple):
+    """Which layer the numbers belong to."""
+
+    module: str
+    heads: int
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of a layer's statistics, overlap and corner."""
+        heads = self.heads
+        return [(len(STATISTICS), heads), (heads, heads), (heads, CORNER, CORNER)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,40 +39,10 @@ class Layer:
     overlap: Moments  # (head, head)
     corner: Moments  # (head, CORNER, CORNER)
 
-    @staticmethod
-    def none(module: str, heads: int) -> Layer:
-        """Nothing seen yet."""
-        shapes = (len(STATISTICS), heads), (heads, heads), (heads, CORNER, CORNER)
-        return Layer(module, *(Moments.none(shape) for shape in shapes))
-
     @property
     def heads(self) -> int:
         """How many heads there are."""
         return self.overlap.count.shape[0]
-
-    def merge(self, other: Layer) -> Layer:
-        """Put two parts of a corpus together."""
-        return Layer(
-            self.module,
-            self.statistics.merge(other.statistics),
-            self.overlap.merge(other.overlap),
-            self.corner.merge(other.corner),
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The numbers, for a file."""
-        return {
-            f"{name}.{field}": getattr(getattr(self, name), field)
-            for name in ("statistics", "overlap", "corner")
-            for field in ("count", "mean", "spread")
-        }
-
-    @staticmethod
-    def of(module: str, tensors: Mapping[str, Tensor]) -> Layer:
-        """Make a layer from what `tensors` gave."""
-        names = ("statistics", "overlap", "corner")
-        fields = ("count", "mean", "spread")
-        return Layer(module, *(Moments(*(tensors[f"{n}.{f}"] for f in fields)) for n in names))
 
     def variability(self) -> Tensor:
         """The share of the weights' squares that differs between sequences, (head,)."""
@@ -70,7 +56,7 @@ class Layer:
 class Part:
     """What a batch adds to one layer, sequence by sequence: a batch axis before the head axis."""
 
-    module: str
+    outline: Outline
     statistics: Moments  # (statistic, batch, head)
     overlap: Moments  # (batch, head, head)
     corner: Moments  # (batch, head, CORNER, CORNER)
@@ -78,29 +64,65 @@ class Part:
     @staticmethod
     def of(module: str, values: Values) -> Part:
         """Take all statistics of one call."""
-        each = [statistic.of(values) for statistic in STATISTICS.values()]
-        fields = zip(*((m.count, m.mean, m.spread) for m in each), strict=True)
         overlap = values["overlap"]
         some = values.rows.any(-1)[..., None]
         pairs = Moments.of(overlap.unsqueeze(-1), (some & some.mT).unsqueeze(-1))
-        return Part(module, Moments(*map(torch.stack, fields)), pairs, _corner(values))
+        outline = Outline(module, overlap.shape[-1])
+        return Part(outline, moments_of(values), pairs, _corner(values))
 
-    def sequence(self, number: int) -> Layer:
-        """What one sequence adds."""
-        return Layer(
-            self.module, self.statistics[:, number], self.overlap[number], self.corner[number]
-        )
+    def numbers(self) -> list[Moments]:
+        """Statistics, overlap and corner, each (batch, number)."""
+        statistics = self.statistics.map(lambda x: x.movedim(1, 0))
+        return [m.map(lambda x: x.flatten(1)) for m in (statistics, self.overlap, self.corner)]
+
+
+def joined(parts: Sequence[Part]) -> Moments:
+    """All numbers of all layers, (batch, number): statistics first, then overlaps, then corners."""
+    kinds = zip(*(part.numbers() for part in parts), strict=True)
+    return Moments.cat([moments for kind in kinds for moments in kind])
+
+
+class Tally:
+    """The numbers of all layers in one row, so that adding a sequence takes few operations."""
+
+    def __init__(self, outlines: Sequence[Outline], moments: Moments | None = None) -> None:
+        self.outlines = list(outlines)
+        shapes = [outline.shapes for outline in self.outlines]
+        # Kind by kind, as `joined` puts them.
+        self._shapes = [kind for kinds in zip(*shapes, strict=True) for kind in kinds]
+        size = sum(map(prod, self._shapes))
+        self.moments = Moments.none((size,)) if moments is None else moments
+
+    @property
+    def of_statistics(self) -> int:
+        """How many of the numbers are statistics: the first ones."""
+        return sum(prod(outline.shapes[0]) for outline in self.outlines)
+
+    def add(self, moments: Moments) -> None:
+        """Add the row of one sequence."""
+        self.moments = self.moments.merge(moments)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The numbers layer by layer."""
+        ends = torch.tensor([prod(shape) for shape in self._shapes]).cumsum(0).tolist()
+        pieces = [
+            self.moments[end - prod(shape) : end].map(lambda x, shape=shape: x.view(shape))
+            for end, shape in zip(ends, self._shapes, strict=True)
+        ]
+        count = len(self.outlines)
+        return [
+            Layer(outline.module, *pieces[number::count])
+            for number, outline in enumerate(self.outlines)
+        ]
 
 
 def _corner(values: Values) -> Moments:
     """The weights among the first real positions of each sequence, each counted once."""
-    batch, weights = values.batch, values["corner"]
-    at = batch.start[:, None] + torch.arange(CORNER, device=weights.device)
+    batch, corner = values.batch, values["corner"]
+    at = batch.start[:, None] + torch.arange(CORNER, device=corner.device)
     inside = at < batch.sizes[1]
     at = at.clamp(max=max(batch.sizes[1] - 1, 0))
-    pairs = zip(weights, at, strict=True)
-    # The positions that are not read stand for none: they are left out below.
-    corner = torch.stack([w[:, a.clamp(max=w.shape[1] - 1)][:, :, a] for w, a in pairs])
     real = batch.real.gather(-1, at) & inside
     rows = torch.stack([r[:, a] for r, a in zip(values.rows, at, strict=True)])
     counted = (rows & real[:, None])[..., None] & real[:, None, None]

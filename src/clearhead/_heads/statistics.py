@@ -16,41 +16,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead import masks
-from clearhead._heads.batch import Batch, OfReal
+from clearhead._heads.look import NAMES, Look, Looked
 from clearhead._heads.moments import Moments
-from clearhead.readings import (
-    Distance,
-    Entropy,
-    Mass,
-    Overlap,
-    Reading,
-    Received,
-    Rows,
-    TopK,
-    TopKValue,
-)
+from clearhead.readings import Distance, Entropy, Reading, TopK, TopKValue, Weights
 
 __all__ = ["STATISTICS", "Statistic", "Values", "readings_for"]
 
 # Gu et al. call a source a sink where its mean weight is above this.
 SINK_THRESHOLD = 0.3
-# How far away a source still counts as local.
-LOCAL = 8
-# Rows and columns of the corner of the map in which variability is measured.
-CORNER = 16
+# Up to so many numbers the kernel hands over the whole map; above, it is looked at in strips.
+WHOLE = 1 << 24
 
 
 class Values:
     """What was read of one call: the values of the readings by name, and which rows count."""
 
-    def __init__(self, batch: Batch, read: dict[str, object]) -> None:
-        self.batch, self.read = batch, read
-        top = read["top"]
+    def __init__(self, look: Look, read: dict[str, object]) -> None:
+        self.batch, top = look.batch, read["top"]
         assert isinstance(top, TopKValue)
+        whole = read.get("weights")
+        looked = look.of(whole) if isinstance(whole, Tensor) else read["look"]
+        assert isinstance(looked, Looked)
+        self.read = {**read, **looked._asdict(), **dict(zip(NAMES, looked.masses, strict=True))}
         self.most = top.weights[..., 0]
         # (batch, head, query): real, and not empty
-        self.rows = (top.sources[..., 0] >= 0) & batch.real[:, None]
+        self.rows = (top.sources[..., 0] >= 0) & self.batch.real[:, None]
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.read[name]
@@ -64,42 +54,24 @@ class Values:
         return Moments.of(value.unsqueeze(-1), some.unsqueeze(-1))
 
 
-def readings_for(batch: Batch) -> dict[str, Reading]:
+def readings_for(look: Look, heads: int) -> dict[str, Reading]:
     """All that the statistics read of a call, by name."""
-    ids = batch.ids
-    # The token after each position; the last position has none.
-    following = torch.cat([ids[:, 1:], ids.min() - 1 - torch.zeros_like(ids[:, :1])], -1)
-    earlier = masks.causal() - masks.window(2)
-    real = (lambda reading: OfReal(reading, batch)) if batch.padded else (lambda reading: reading)
-    corner = min(batch.sizes[1], int(batch.start.max()) + CORNER)
+    batch, position = look.batch.sizes
+    small = batch * heads * position**2 <= WHOLE
     return {
         "top": TopK(1),
         "entropy": Entropy(),
         "normalized": Entropy(normalized=True),
         "distance": Distance(),
-        "self": Mass(masks.diagonal(0)),
-        "previous": Mass(masks.diagonal(1)),
-        "duplicate": Mass(masks.duplicate(ids)),
-        "induction": Mass(masks.induction(ids)),
-        "precursor": Mass(masks.same(ids, following) & earlier),
-        "sink": Mass(masks.keep(batch.leading(1))),
-        "local": Mass(masks.band(LOCAL, LOCAL)),
-        "received": real(Received()),
-        "overlap": real(Overlap()),
-        "corner": Rows(range(corner)),
-        **({"padding": Mass(masks.keep(~batch.real))} if batch.padded else {}),
+        **({"weights": Weights()} if small else {"look": look}),
     }
 
 
 class Statistic:
-    """One number for each head: `of` gives its count, mean and variance for each sequence."""
+    """One number for each head and row that counts, or for each head and sequence."""
 
     name: str
     unit = "share of the row"
-
-    def of(self, values: Values) -> Moments:
-        """Count, mean and variance, (batch, head)."""
-        return Moments.of(self.value(values), self.counted(values))
 
     def value(self, values: Values) -> Tensor:
         """One value for each query, (batch, head, query)."""
@@ -108,6 +80,14 @@ class Statistic:
     def counted(self, values: Values) -> Tensor:
         """Which of them count."""
         return values.rows
+
+
+class OfSequence(Statistic):
+    """A number that a whole sequence has."""
+
+    def of(self, values: Values) -> Moments:
+        """Count, mean and variance, (batch, head)."""
+        raise NotImplementedError
 
 
 class Entropy_(Statistic):
@@ -218,7 +198,7 @@ class Sink(Statistic):
     name = "sink"
 
 
-class SinkRate(Statistic):
+class SinkRate(OfSequence):
     """The share of sequences in which the head has a sink: those where the mean over the rows of
     w_i0 is above 0.3 (Gu et al. 2024, "When Attention Sink Emerges in Language Models").
 
@@ -242,7 +222,7 @@ class Local(Statistic):
     name = "local"
 
 
-class Received_(Statistic):
+class Received_(OfSequence):
     """The share of a sequence's whole weight that its most-read source receives:
     max_j sum_i w_ij / sum_ij w_ij (the heavy hitters of Zhang et al. 2023, "H2O").
 
@@ -258,7 +238,7 @@ class Received_(Statistic):
         return values.once(share, also=total > 0)
 
 
-class Coverage(Statistic):
+class Coverage(OfSequence):
     """The share of sources that is read: the mean over real j of min(1, sum_i w_ij) (the coverage
     of Tu et al. 2016 and Wu et al. 2016, "Google's Neural Machine Translation System").
 
@@ -280,3 +260,18 @@ STATISTICS: dict[str, Statistic] = {
         Induction(), Precursor(), Sink(), SinkRate(), Local(), Received_(), Coverage(),
     )
 }  # fmt: skip
+
+
+def moments_of(values: Values) -> Moments:
+    """All statistics of one call, (statistic, batch, head), in the order of `STATISTICS`."""
+    by_row = [s for s in STATISTICS.values() if not isinstance(s, OfSequence)]
+    # At once: so many small sums would take as long as the attention itself.
+    each = Moments.of(
+        torch.stack([statistic.value(values) for statistic in by_row]),
+        torch.stack([statistic.counted(values) for statistic in by_row]),
+    )
+    found = {statistic.name: each[number] for number, statistic in enumerate(by_row)}
+    for statistic in STATISTICS.values():
+        if isinstance(statistic, OfSequence):
+            found[statistic.name] = statistic.of(values)
+    return Moments.stack([found[name] for name in STATISTICS])

@@ -14,7 +14,8 @@ __all__ = ["FORMATS", "Corpus", "Record"]
 
 FORMATS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-# Bytes of a line of text that are read at once, and the longest line of JSON.
+# Longer texts are read in pieces, each a record, so that memory does not grow with them; a line of
+# JSON, which cannot be cut, has at most so many bytes.
 _PIECE, _LONGEST = 1 << 20, 1 << 26
 
 
@@ -44,7 +45,12 @@ class Corpus:
         self.problems.clear()
         self.places.clear()
         texts = {"text": self._texts, "jsonl": self._objects, "parquet": self._rows}
-        found = ((text, share) for text, share in texts[self.format]() if text.strip())
+        pieces = (
+            (text[at : at + _PIECE], share)
+            for text, share in texts[self.format]()
+            for at in range(0, len(text), _PIECE)
+        )
+        found = ((text, share) for text, share in pieces if text.strip())
         for number, (text, share) in enumerate(found):
             yield Record(number, text, share)
 
@@ -91,19 +97,25 @@ class Corpus:
             yield from self._decoded()
             return
         lines: list[str] = []
-        share = 0.0
+        size, share = 0, 0.0
         for line, share in self._decoded():
             if line.strip():
                 lines.append(line)
-            elif lines:
+                size += len(line)
+            if lines and (not line.strip() or size >= _PIECE):
                 yield "\n".join(lines), share
-                lines = []
+                lines, size = [], 0
         yield "\n".join(lines), share
 
     def _objects(self) -> Iterator[tuple[str, float]]:
+        cut = 0
         for number, line, share in self._lines(_LONGEST):
             place = f"line {number}"
-            if not line.strip():
+            if number == cut or not line.strip():
+                continue
+            if len(line) == _LONGEST and not line.endswith(b"\n"):
+                self.problem(f"longer than {_LONGEST >> 20} MiB", place)
+                cut = number
                 continue
             try:
                 found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))

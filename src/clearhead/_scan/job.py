@@ -7,18 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from clearhead._heads.batch import PaddingIsRead
-from clearhead._heads.part import Layer, Part
+from clearhead._heads.moments import Moments
+from clearhead._heads.part import Outline, Tally
 from clearhead._scan import table
 from clearhead._scan.checkpoint import Checkpoint
-from clearhead._scan.sequences import Place, Sequence, Sequences, batch_of, batches
+from clearhead._scan.sequences import Place, Sequence, Sequences, batch_of, batches, windows
 from clearhead.errors import value_error
 from clearhead.heads import Survey
 
 __all__ = ["Job", "Stopped"]
+
+# Sequences of a window: the more, the more have the same length. Documents are kept to its end.
+WINDOW, WINDOW_OF_DOCUMENTS = 2048, 512
 
 
 class Stopped(Exception):
@@ -32,23 +34,24 @@ class Job:
         self,
         survey: Survey,
         sequences: Sequences,
-        target: Path,
+        checkpoint: Checkpoint,
         about: dict[str, Any],
         *,
         per_document: bool,
         every: float,
     ) -> None:
-        self.survey, self.sequences, self.target = survey, sequences, target
+        self.survey, self.sequences, self.checkpoint = survey, sequences, checkpoint
         self.about, self.per_document, self.every = about, per_document, every
-        self.checkpoint = Checkpoint(target)
-        self.place, self.share = Place(), 0.0
+        # Where the window starts, and how many of its sequences are counted.
+        self.place, self.done, self.share = Place(), 0, 0.0
+        # What the tokenizer refused: before this process began, and before the window.
         self.unencoded: dict[str, Any] = {}
-        self.documents: dict[int, list[Layer]] = {}
-        self._rows: list[dict[str, Any]] = []
+        self.settled: dict[str, Any] = {}
+        self.documents: dict[int, Moments] = {}
 
     def resume(self) -> None:
         """Go on from the checkpoint."""
-        layers, state = self.checkpoint.load()
+        moments, state = self.checkpoint.load()
         differ = [name for name in self.about if state["about"].get(name) != self.about[name]]
         if differ:
             lines = "; ".join(
@@ -57,80 +60,90 @@ class Job:
             )
             hint = "ask for the same scan, or start over with --force"
             raise value_error("--resume", "is another scan", got=lines, hint=hint)
-        self.survey.layers = layers.pop("corpus")
+        outlines = [Outline(*outline) for outline in state["layers"]]
+        self.survey.tally = Tally(outlines, moments["corpus"])
         self.survey.sequences, self.survey.tokens = state["sequences"], state["tokens"]
-        self.documents = {int(name): found for name, found in layers.items()}
-        self.place, self.share = Place(*state["place"]), state["share"]
-        self.unencoded = state["unencoded"]
+        if self.per_document:
+            numbers = state["documents"]
+            self.documents = {n: moments["documents"][i] for i, n in enumerate(numbers)}
+        self.place, self.done = Place(*state["place"]), state["done"]
+        self.share, self.unencoded = state["share"], state["unencoded"]
+        self.settled = self.unencoded
 
     def run(self, tell: Callable[[float, int], None], batch: int) -> None:
         """Read on to the end, and write the table. Raises Stopped where it was asked to."""
         saved = time.monotonic()
+        size = WINDOW_OF_DOCUMENTS if self.per_document else WINDOW
         with _asked_to_stop() as asked:
-            for sequences in batches(self.sequences.since(self.place), batch):
-                self._add(sequences)
-                tell(self.share, self.survey.tokens)
-                if asked() or time.monotonic() - saved >= self.every:
-                    self.save()
-                    saved = time.monotonic()
-                if asked():
-                    raise Stopped
+            for window in windows(self.sequences.since(self.place), size):
+                for sequences in batches(window, batch, self.done):
+                    self._add(sequences)
+                    tell(self._share(window), self.survey.tokens)
+                    if asked() or time.monotonic() - saved >= self.every:
+                        self.save()
+                        saved = time.monotonic()
+                    if asked():
+                        raise Stopped
+                self._end(window)
             self._finish()
 
     def _add(self, sequences: list[Sequence]) -> None:
-        batch = batch_of(sequences)
-        try:
-            parts = self.survey.read(batch)
-        except PaddingIsRead:
-            # A model that reads padding gets none: it sees each sequence alone.
-            for sequence in sequences:
-                alone = batch_of([sequence])
-                self._count(alone, [sequence], self.survey.read(alone))
-        else:
-            self._count(batch, sequences, parts)
-        self.place, self.share = sequences[-1].after, sequences[-1].share
+        moments = self.survey.read(batch_of(sequences))[: len(sequences)]
+        self.survey.count(moments, sum(len(sequence.tokens) for sequence in sequences))
+        self.done += len(sequences)
+        if self.per_document:
+            self._add_to_documents(sequences, moments)
 
-    def _count(self, batch: Any, sequences: list[Sequence], parts: list[Part]) -> None:
-        self.survey.count(batch, parts)
-        if not self.per_document:
-            return
+    def _add_to_documents(self, sequences: list[Sequence], moments: Moments) -> None:
+        assert self.survey.tally is not None
+        own = moments[:, : self.survey.tally.of_statistics]
         for number, sequence in enumerate(sequences):
-            new = [part.sequence(number) for part in parts]
-            old = self.documents.get(sequence.record)
+            before = self.documents.get(sequence.record)
             self.documents[sequence.record] = (
-                [a.merge(b) for a, b in zip(old, new, strict=True)] if old else new
+                own[number] if before is None else before.merge(own[number])
             )
-        self._close(sequences[-1].after.record)
 
-    def _close(self, record: int) -> None:
-        """Turn the documents before a record into rows."""
-        for document in [number for number in self.documents if number < record]:
-            for number, layer in enumerate(self.documents.pop(document)):
-                for head in range(layer.heads):
-                    self._rows += [
-                        {"document": document, **vars(row)}
-                        for row in Survey.rows_of(layer, number, head)
-                        if row.count
-                    ]
+    def _share(self, window: list[Sequence]) -> float:
+        """How much of the corpus is read, about: as much of the window as is counted."""
+        lengths = sorted((len(sequence.tokens) for sequence in window), reverse=True)
+        part = sum(lengths[: self.done]) / sum(lengths)
+        return self.share + (window[-1].share - self.share) * part
+
+    def _end(self, window: list[Sequence]) -> None:
+        self.place, self.done, self.share = window[-1].after, 0, window[-1].share
+        self.settled = self._all_unencoded()
+        over = sorted(number for number in self.documents if number < self.place.record)
+        if over:
+            assert self.survey.tally is not None
+            moments = Moments.stack([self.documents.pop(number) for number in over])
+            rows = table.of_documents(over, self.survey.tally.outlines, moments)
+            with _writing():
+                table.write(self.checkpoint.next_part(), rows, {})
+            self.checkpoint.add_part()
 
     def save(self) -> None:
         """Write a checkpoint."""
-        self.checkpoint.add_rows(self._rows)
-        self._rows = []
-        layers = {"corpus": self.survey.layers}
-        layers |= {str(number): found for number, found in self.documents.items()}
+        tally = self.survey.tally
+        assert tally is not None
+        moments = {"corpus": tally.moments}
+        if self.documents:
+            moments["documents"] = Moments.stack(list(self.documents.values()))
         state = {
             "about": self.about,
+            "layers": tally.outlines,
+            "documents": list(self.documents),
             "place": self.place,
+            "done": self.done,
             "share": self.share,
             "sequences": self.survey.sequences,
             "tokens": self.survey.tokens,
-            "unencoded": self._all_unencoded(),
+            "unencoded": self.settled,
         }
-        self.checkpoint.save(layers, state)
+        with _writing():
+            self.checkpoint.save(moments, state)
 
     def _all_unencoded(self) -> dict[str, Any]:
-        """What the tokenizer refused, also before a resume: those records are not read again."""
+        """What the tokenizer refused, also before a resume."""
         found = {}
         for reason in {*self.unencoded, *self.sequences.refused}:
             count, place = self.unencoded.get(reason, (0, self.sequences.places.get(reason)))
@@ -150,13 +163,25 @@ class Job:
         problems = {reason: n for reason, (n, _) in self.problems().items()}
         counts = {"sequences": self.survey.sequences, "tokens": self.survey.tokens}
         about = {**self.about, **counts, "records": self.place.record, "problems": problems}
-        if self.per_document:
-            self._close(self.place.record)
-            self.checkpoint.add_rows(self._rows)
-            table.gather(self.target, self.checkpoint.row_files(), about)
-        else:
-            table.write(self.target, (vars(row) for row in self.survey.rows()), about)
+        target, files = self.checkpoint.target, self.checkpoint.row_files()
+        with _writing():
+            if self.per_document:
+                table.gather(target, files, about)
+            else:
+                table.write(target, table.of_rows(map(vars, self.survey.rows())), about)
         self.checkpoint.clear()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Say of a full disk what is left, and what to do."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        hint = "make room; --resume then goes on from the last checkpoint"
+        raise value_error("--out", "cannot be written", got=error, hint=hint) from error
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""From records to batches of sequences, from any place in the corpus on."""
+"""From records to windows of sequences, and to batches in which all sequences have one length."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,15 @@ import torch
 from clearhead._heads.batch import Batch
 from clearhead._scan.corpus import Corpus
 
-__all__ = ["Place", "Sequences", "batch_of", "batches"]
+__all__ = ["Place", "Sequence", "Sequences", "batch_of", "batches", "windows"]
 
 UNENCODED = "not known to the model's tokenizer"
+# A window ends with its last sequence, or once it has so many tokens.
+TOKENS = 1 << 18
+# Several sequences run together up to so many tokens: more at once is no faster on a CPU.
+TOGETHER = 2048
+# Fewer rows than this may be multiplied by other code than many, which rounds in another way.
+LEAST = 16
 
 
 class Place(NamedTuple):
@@ -72,24 +79,35 @@ class Sequences:
             return []
 
 
-def batches(sequences: Iterator[Sequence], size: int) -> Iterator[list[Sequence]]:
-    """Take sequences together as they come."""
-    batch: list[Sequence] = []
+def windows(sequences: Iterator[Sequence], size: int) -> Iterator[list[Sequence]]:
+    """Cut what comes into windows of `size` sequences, fewer where they are long."""
+    window: list[Sequence] = []
+    tokens = 0
     for sequence in sequences:
-        batch.append(sequence)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+        window.append(sequence)
+        tokens += len(sequence.tokens)
+        if len(window) == size or tokens >= TOKENS:
+            yield window
+            window, tokens = [], 0
+    if window:
+        yield window
+
+
+def batches(window: list[Sequence], most: int, done: int = 0) -> Iterator[list[Sequence]]:
+    """Batches of a window, after its first `done` sequences: the longest first.
+
+    All sequences of a batch have one length: none is padded, and the order in which sequences are
+    counted does not hang on how many run together.
+    """
+    ordered = sorted(window, key=lambda sequence: -len(sequence.tokens))[done:]
+    for length, alike in groupby(ordered, key=lambda sequence: len(sequence.tokens)):
+        group = list(alike)
+        step = max(1, min(most, TOGETHER // length))
+        for start in range(0, len(group), step):
+            yield group[start : start + step]
 
 
 def batch_of(sequences: list[Sequence]) -> Batch:
-    """Put sequences side by side, padded on the right with a token of their own."""
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    real = torch.zeros(len(sequences), longest, dtype=torch.bool)
-    for row, mask, sequence in zip(tokens, real, sequences, strict=True):
-        row[: len(sequence.tokens)] = torch.tensor(sequence.tokens)
-        mask[: len(sequence.tokens)] = True
-    return Batch(tokens, real)
+    """Put sequences of one length side by side; very few tokens are run along with copies."""
+    tokens = torch.tensor([sequence.tokens for sequence in sequences])
+    return Batch(tokens.repeat(-(-LEAST // tokens.numel()), 1))

@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     from clearhead._heads.atlas import atlas
     from clearhead._scan.table import read
 
-    about, rows = read(Path(arguments.file).expanduser())
-    found = {"about": about, **atlas(rows, threshold=arguments.threshold, alike=arguments.alike)}
+    about, table = read(Path(arguments.file).expanduser())
+    found = {"about": about, **atlas(table, threshold=arguments.threshold, alike=arguments.alike)}
     if arguments.json:
         print(document(found))
     else:

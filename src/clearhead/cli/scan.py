@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
+    from clearhead._scan.checkpoint import Checkpoint
     from clearhead._scan.corpus import Corpus
     from clearhead._scan.job import Job
     from clearhead.cli._loading import Reader
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 HELP = "measure what every head does over a corpus, as a Parquet table"
 # Tokens of a sequence, unless the model reads fewer.
 LENGTH = 256
+# Bytes that are read once more, in a second, to know whether a corpus is still the same.
+DIGESTED = 1 << 30
 # Seconds between two lines of progress where there is no terminal.
 QUIET = 30
 INTERRUPTED = 130
@@ -54,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"cut records into sequences of at most N tokens ({LENGTH}, or what the model reads)",
     )
-    parser.add_argument("--batch", type=int, default=8, help="sequences run together (8)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=32,
+        help="run up to N sequences of one length together; the table is the same (32)",
+    )
     parser.add_argument("--limit", type=int, help="read the first N records only")
     parser.add_argument(
         "--per-document", action="store_true", help="one row for each record, instead of for all"
@@ -71,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Scan, and say what was written; 130 where it was stopped."""
     target = Path(arguments.out).expanduser()
     _check(arguments, target)
+    from clearhead._scan.checkpoint import Checkpoint
     from clearhead._scan.corpus import Corpus
-    from clearhead._scan.job import Stopped
     from clearhead._scan.table import parquet
 
     parquet()
@@ -80,7 +88,15 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.corpus).expanduser(),
         format=arguments.format, by=arguments.by, field=arguments.field,
     )  # fmt: skip
-    job = _job(arguments, corpus, target)
+    checkpoint = Checkpoint(target)
+    with checkpoint.held():
+        _check_unfinished(arguments, checkpoint)
+        return _scan(arguments, _job(arguments, corpus, checkpoint))
+
+
+def _scan(arguments: argparse.Namespace, job: Job) -> int:
+    from clearhead._scan.job import Stopped
+
     if arguments.resume and job.checkpoint.exists:
         job.resume()
         _say(f"resumed after {job.survey.sequences} sequences")
@@ -95,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"stopped after {job.survey.sequences} sequences; --resume goes on from there")
         return INTERRUPTED
     _report(job)
-    print(f"Wrote {target}")
+    print(f"Wrote {job.checkpoint.target}")
     return 0
 
 
@@ -118,13 +134,16 @@ def _check(arguments: argparse.Namespace, target: Path) -> None:
         raise value_error("--out", "is the corpus itself", got=target)
     if target.exists() and not arguments.force:
         raise value_error("--out", "exists", got=target, hint="--force writes over it")
-    partial = target.with_name(target.name + ".partial")
-    if partial.exists() and not (arguments.force or arguments.resume):
+
+
+def _check_unfinished(arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    if checkpoint.exists and not (arguments.force or arguments.resume):
         hint = "--resume goes on with it, --force starts over"
-        raise value_error("--out", "has an unfinished scan beside it", got=partial, hint=hint)
+        got = checkpoint.home
+        raise value_error("--out", "has an unfinished scan beside it", got=got, hint=hint)
 
 
-def _job(arguments: argparse.Namespace, corpus: Corpus, target: Path) -> Job:
+def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) -> Job:
     from clearhead._scan.job import Job
     from clearhead._scan.sequences import Sequences
     from clearhead.cli._loading import load
@@ -136,7 +155,7 @@ def _job(arguments: argparse.Namespace, corpus: Corpus, target: Path) -> Job:
         "model": reader.name,
         "weights": _fingerprint(reader.model),
         "corpus": str(corpus.path),
-        "contents": f"{corpus.size} bytes, {_start(corpus.path)}",
+        "contents": f"{corpus.size} bytes, {_contents(corpus.path)}",
         "format": corpus.format,
         "by": arguments.by if corpus.format == "text" else "record",
         "field": arguments.field if corpus.format != "text" else None,
@@ -146,7 +165,7 @@ def _job(arguments: argparse.Namespace, corpus: Corpus, target: Path) -> Job:
     }
     sequences = Sequences(corpus, _encoder(reader), length, arguments.limit)
     return Job(
-        Survey(reader.model), sequences, target, about,
+        Survey(reader.model), sequences, checkpoint, about,
         per_document=arguments.per_document, every=arguments.every,
     )  # fmt: skip
 
@@ -179,9 +198,14 @@ def _fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _start(path: Path) -> str:
+def _contents(path: Path) -> str:
+    """Tell contents apart; of large files the beginning and the date."""
+    size, changed = path.stat().st_size, path.stat().st_mtime_ns
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.sha256(file.read(1 << 16)).hexdigest()[:16]
+        while (piece := file.read(1 << 20)) and file.tell() <= DIGESTED:
+            digest.update(piece)
+    return digest.hexdigest()[:16] + (f", changed {changed}" if size > DIGESTED else "")
 
 
 @contextmanager
