@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clearhead import _impl, readings
 from clearhead._choice import numbers
 from clearhead._cut import joined
-from clearhead._watch import cost, hub, look, store
+from clearhead._watch import cost, hub, kept, look, store
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler, Interceptor, Loop
 from clearhead._watch.modules import Modules
@@ -39,6 +39,9 @@ class Record:
     the attention modules in order of first call, `call` the calls of this one. `mask` is None where
     every query may attend to every source. `check` is the largest difference of sampled rows,
     computed again, from the model's own output (None where dropout or a missing value forbids it).
+
+    Until `value` is asked for it waits in fewer bytes than its tensors take: what was watched and
+    is not looked at costs little.
     """
 
     value: Any
@@ -54,6 +57,23 @@ class Record:
     queries: tuple[int, ...] | None
     sizes: tuple[int, int, int, int]  # batch, head, query, source
     prompt: int | None = None  # under generate(): how many of the positions are the prompt's
+
+
+class _Value:
+    """The field `value` of a record: what waits packed is made when it is first asked for."""
+
+    def __get__(self, record: Any, owner: Any) -> Any:
+        if record is None:
+            raise AttributeError("value")
+        value = record.__dict__["value"]
+        return value() if isinstance(value, kept.Kept) else value
+
+    def __set__(self, record: Any, value: Any) -> None:
+        record.__dict__["value"] = value
+
+
+# Set here, because a descriptor inside of the class would be taken for a default.
+Record.value = _Value()
 
 
 class Seen(Sequence[Record]):
@@ -418,8 +438,12 @@ class _Watcher(Handler):
         part = call if self.heads is None else look.choose_heads(call, chosen)
         values, self._made = self._made, None
         values = look.read(part, self.read, self.queries) if values is None else values
+        value = kept.keep(_detached(values[0] if self.single else tuple(values)))
+        if isinstance(value, kept.Kept):
+            del values
+            kept.trim()
         record = Record(
-            value=_detached(values[0] if self.single else tuple(values)),
+            value=value,
             layer=call.layer,
             module=call.module,
             call=call.call,
