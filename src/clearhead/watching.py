@@ -260,6 +260,7 @@ class _Watcher(Handler):
         self._looping = self._drafts = False
         self._masks: list[tuple[Tensor, Mask]] = []
         self._runs: dict[str, int] = {}
+        self._unseen: set[str] = set()
         self._held: list[tuple[Call, float | None]] = []
 
     def before(self, call: Call) -> Tensor | None:
@@ -420,6 +421,7 @@ class _Watcher(Handler):
 
     def unseen(self, module: str, reason: str) -> None:
         """Note an attention that cannot be seen."""
+        self._unseen.add(module)
         self.note(f"{module or 'the model'}: not seen, {reason}")
 
     def note(self, text: str) -> None:
@@ -473,8 +475,11 @@ class _Watcher(Handler):
             self.unseen(module, "its softmax of a product never met a value")
         for module in modules.in_threads():
             self.unseen(module, "it ran in another thread than the one that watches")
-        for module in modules.overlooked(seen | set(seer.pending.values()) | modules.scripted):
+        named = seen | self._unseen
+        for module in modules.overlooked(named):
             self.unseen(module, "it made no call that attention is known by")
+        for module, of in modules.recurrent(named | self._unseen):
+            self.unseen(module, f"{of} mixes positions without attention")
         if not self.count:
             raise RuntimeError(_nothing(modules, self.seen.notes))
         total = len(self.known)

@@ -100,6 +100,8 @@ def product(seer: Interceptor, func: Any, args: tuple[Any, ...], kwargs: dict[st
         origin = seer.trace.origin(weights)
         if origin is not None and origin.softmax is not None and not origin.softmax.taken:
             return _attention(seer, func, args, origin, weights, operands[1 - at], at, out)
+        if origin is not None and origin.softmax is not None:
+            seer.handler.unseen(origin.softmax.module, "its weights meet values in several pieces")
     if any(_fixed(x) for x in operands):
         seer.trace.follow(func, args, kwargs, out)
         return out
@@ -135,6 +137,8 @@ def _attention(
     found = origin.softmax
     assert found is not None
     layout = _layout(func, args, origin, weights, value, at, out)
+    if not isinstance(layout, str) and not _broadcasts(layout, weights):
+        layout = "its weights meet a value of other axes"
     if isinstance(layout, str):
         seer.handler.unseen(found.module, layout)
         seer.pending.pop(id(found), None)
@@ -175,6 +179,24 @@ def _attention(
     seer.saw()
     seer.trace.mark(out, Origin(origin.root))
     return out
+
+
+def _broadcasts(layout: Layout, weights: Tensor) -> bool:
+    """Whether the value has the axes before (source, value_dim) that the weights have."""
+    lead = [weights.shape[axis] for axis in layout.weights[:-2]]
+    given = layout.value.shape[:-2]
+    pairs = zip(reversed(given), reversed(lead), strict=False)
+    return len(given) <= len(lead) and all(size in (1, other) for size, other in pairs)
+
+
+def _kept(weights: Tensor, found: Softmax, swapped: bool) -> bool:
+    """Whether weights have the shape that they had, but for sources cut off: sinks by hand."""
+    now, then = list(weights.shape), list(found.weights.shape)
+    if swapped:
+        now[-2:] = now[:-3:-1]
+    if len(now) != len(then) or now[found.dim] > then[found.dim]:
+        return False
+    return now[: found.dim] + now[found.dim + 1 :] == then[: found.dim] + then[found.dim + 1 :]
 
 
 def _met(weights: Tensor, layout: Layout, four: tuple[int, int], sources: int) -> Tensor:
@@ -227,6 +249,8 @@ def _layout(
     """Find the axes, or say why the product is no attention that can be seen."""
     found = origin.softmax
     assert found is not None
+    if not _folds(weights, found.scores) and not _kept(weights, found, origin.swapped):
+        return "its weights were reshaped between softmax and value"
     if func is torch.einsum:
         return _einsum(args, found, weights, value, at, out)
     if weights.ndim < 2 or value.ndim < 2:
@@ -235,8 +259,6 @@ def _layout(
     last = found.dim == found.scores.ndim - 1
     if not last:
         return f"its softmax runs over axis {found.dim}, which is not that of the sources"
-    if weights.ndim != found.scores.ndim and not _folds(weights, found.scores):
-        return "its weights were reshaped between softmax and value"
     if at == 0 and not origin.swapped:
         return Layout(same, tuple(range(out.ndim)), value)
     if at == 1 and origin.swapped:

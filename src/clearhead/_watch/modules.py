@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,11 @@ __all__ = ["Modules"]
 
 _ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
+_RECURS = re.compile(
+    r"mamba|mixer|ssm|rwkv|lstm|gru|rnn|hyena|retention|recurrent|deltanet|linearattention"
+    r"|shortconv|fourier",
+    re.IGNORECASE,
+)
 _CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", "encoder_attn")
 
 
@@ -38,6 +44,10 @@ def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
         if isinstance(tokens, Tensor) and tokens.ndim > 1:
             return tokens.shape[1]
     return None
+
+
+def _outermost(names: list[str]) -> list[str]:
+    return [name for name in names if not any(_within(name, o) for o in names if o != name)]
 
 
 class Modules:
@@ -111,12 +121,22 @@ class Modules:
                 continue
             if not any(_within(name, other) or _within(other, name) for other in seen):
                 found.append(name)
-        return [name for name in found if not any(_within(name, o) for o in found if o != name)]
+        return _outermost(found)
+
+    def recurrent(self, seen: set[str]) -> list[tuple[str, str]]:
+        """Name the modules that ran and mix positions by other means, with their classes."""
+        whole, found = type(self.model).__name__, {}
+        for name in sorted(self.ran - {""}):
+            of = type(self._modules[name]).__name__
+            # in RecurrentGemmaMLP only MLP says what it does
+            rest = of.removeprefix(os.path.commonprefix([of, whole]))
+            if _RECURS.search(rest) and not any(_within(other, name) for other in seen):
+                found[name] = of
+        return [(name, found[name]) for name in _outermost(list(found))]
 
     def in_threads(self) -> list[str]:
         """Name the outermost modules that ran in other threads only."""
-        found = sorted(self.elsewhere - self.ran)
-        return [name for name in found if not any(_within(name, o) for o in found if o != name)]
+        return _outermost(sorted(self.elsewhere - self.ran))
 
     def mixers(self) -> list[str]:
         """Name the classes of the modules that ran and may mix positions without attention."""

@@ -168,8 +168,10 @@ def _inherit(known: Origin, func: Any, source: Tensor | None, out: Tensor) -> Or
         swap = func in _SWAPS and _swaps(source, out)
         if swap:
             known = replace(known, swapped=not known.swapped)
-        elif func in _SHAPES and source.ndim == 4 and out.ndim == 3 and out.shape[1:] == last:
-            known = replace(known, heads=source.shape[1])
+        elif func in _SHAPES and source.ndim == out.ndim + 1 > 3 and out.shape[-2:] == last:
+            # two axes became one: the heads were folded into the batch
+            if out.shape[:-3] == source.shape[:-4]:
+                known = replace(known, heads=source.shape[-3])
     return known
 
 
