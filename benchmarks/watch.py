@@ -1,29 +1,28 @@
 """What it takes to watch SmolLM2-135M: memory and time over the unwatched forward.
 
-    python benchmarks/watch.py DIRECTORY [--lengths 4096 8192] [--rounds 1] [--threads 1]
+    python benchmarks/watch.py DIRECTORY [--lengths 4096 8192] [--rounds 3] [--threads 1]
+    python benchmarks/watch.py DIRECTORY --write    # results/watch.json, and the table of the docs
 
 Each number comes from a process of its own, so that no row profits from another's memory. Memory
-is the highest resident set during the forward, over that of the unwatched one; logits are made for
-the last position only and no cache is kept, so that neither hides what watching takes. Times are
-CPU times of all threads: what else runs on the machine counts little. glibc keeps freed memory
-between what records hold; with MALLOC_MMAP_THRESHOLD_=1048576 set it does not, and the rows show
-what watching itself keeps. Read are entropy, the top 8,
-received attention and a block map (32 x 32) of all 270 heads.
+is the highest resident set from the forward until all values have been looked at, over that of the
+unwatched forward; logits are made for the last position only and no cache is kept, so that neither
+hides what watching takes. Times are CPU times of all threads: what else runs on the machine counts
+little. Read are entropy, the top 8, received attention and a block map (32 x 32) of all 270 heads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import machine
 
 CELLS, TOP = 32, 8
 # How it is done, and up to which length it is tried: eager keeps 270 maps of T x T numbers.
@@ -34,11 +33,32 @@ WAYS = {
     "eager, a hook a layer": 4096,
     "eager, output_attentions": 2048,
 }
-# What is aimed at: (most MB over the unwatched forward, most times its time).
-GOALS = {
-    ("watch", 4096): "150 MB, 1.6x",
-    ("watch, through=True", 4096): "150 MB, 1.0x",
-    ("watch", 8192): "under 2 GB in all",
+HERE = Path(__file__).parent
+RESULT, PAGE = HERE / "results" / "watch.json", HERE.parent / "docs" / "watch.md"
+BEGIN, END = "<!-- cost -->", "<!-- end of cost -->"
+
+
+class Limit(NamedTuple):
+    """What is aimed at: most MB over the unwatched forward, most times its time, most MB in all."""
+
+    over: float | None = None
+    times: float | None = None
+    peak: float | None = None
+
+    def met(self, row: dict[str, Any]) -> bool:
+        return all(most is None or row[name] <= most for name, most in self._asdict().items())
+
+    def __str__(self) -> str:
+        words = {"over": "{:.0f} MB over", "times": "{:.1f}x", "peak": "{:.0f} MB in all"}
+        given = self._asdict().items()
+        return ", ".join(words[name].format(most) for name, most in given if most is not None)
+
+
+LIMITS = {
+    ("watch", 4096): Limit(over=150, times=1.6),
+    ("watch, through=True", 4096): Limit(over=150, times=1.0),
+    ("watch", 8192): Limit(peak=2000),
+    ("watch, through=True", 8192): Limit(peak=2000),
 }
 
 
@@ -51,60 +71,95 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--child", nargs=2, metavar=("WAY", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         way, length = arguments.child
         print(json.dumps(child(arguments.directory, way, int(length), arguments.threads)))
         return
-    header(arguments.threads)
+    facts = {**machine.facts(cpu_time=True), "threads": arguments.threads}
+    print(*(f"{name}: {fact}" for name, fact in facts.items()), HEAD, sep="\n", flush=True)
+    rows = []
     for length in arguments.lengths:
-        table(arguments, length)
+        for row in measured(arguments, length):
+            print(line(row), flush=True)
+            rows.append(row)
+    if arguments.write:
+        write({"facts": facts, "rows": rows})
 
 
-def header(threads: int) -> None:
-    import torch
+HEAD = (
+    "| T | how | CPU s | times the unwatched | peak MB | MB over | check | limit |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    start = f"| {row['length']} | {row['way']} |"
+    if "error" in row:
+        return f"{start} {row['error']} | | | | | |"
+    limit = row["limit"] and f"{row['limit']}: {'met' if row['met'] else '**missed**'}"
+    spread = f" ± {row['spread']:.2f}" if row["spread"] else ""
+    check = f"{row['check']:.0e}" if row["check"] else ""
+    return (
+        f"{start} {row['seconds']:.1f} | {row['times']:.2f}{spread} | {row['peak']:.0f} "
+        f"| {row['over']:.0f} | {check} | {limit} |"
     )
-    print(f"{cpu()}, {threads} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
-          f"python {platform.python_version()}, commit {commit.stdout.strip()}")  # fmt: skip
-    if threshold := os.environ.get("MALLOC_MMAP_THRESHOLD_"):
-        print(f"MALLOC_MMAP_THRESHOLD_={threshold}")
-    print(f"{'T':>5}  {'':<26} {'CPU s':>8} {'ratio':>6} {'spread':>6} {'peak MB':>8} "
-          f"{'over':>7} {'check':>8}  goal")  # fmt: skip
 
 
-def cpu() -> str:
-    found = Path("/proc/cpuinfo").read_text(encoding="utf-8") if sys.platform == "linux" else ""
-    names = [line.partition(": ")[2] for line in found.splitlines() if "model name" in line]
-    return names[0] if names else platform.machine()
+def write(found: dict[str, Any]) -> None:
+    """Keep the figures, and put the table in its place in the docs."""
+    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    facts = ", ".join(f"{name} {fact}" for name, fact in found["facts"].items())
+    block = [BEGIN, f"Measured on: {facts}.", "", HEAD, *map(line, found["rows"]), END]
+    PAGE.write_text(before + "\n".join(block) + after, encoding="utf-8")
+    print(f"Wrote {RESULT} and {PAGE}")
 
 
-def table(arguments: argparse.Namespace, length: int) -> None:
-    ways = [way for way in arguments.ways if length <= WAYS[way]]
-    ways = ["unwatched", *(way for way in ways if way != "unwatched")]
+def measured(arguments: argparse.Namespace, length: int) -> Iterator[dict[str, Any]]:
+    """Give a row for each way; each turn is a process of its own."""
+    asked = ["unwatched", *(way for way in arguments.ways if way != "unwatched")]
+    ways = [way for way in asked if length <= WAYS[way]]
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(arguments.rounds):
         for way in ways:  # interleaved, so that a change of the machine hits all alike
-            runs[way].append(measured(arguments, way, length))
-    plain = [run["seconds"] for run in runs["unwatched"]]
-    least = min(run["peak"] for run in runs["unwatched"])
-    for way in ways:
-        if any("error" in run for run in runs[way]):
-            print(f"{length:>5}  {way:<26} {runs[way][0]['error']}")
-            continue
-        seconds = [run["seconds"] for run in runs[way]]
-        ratios = [a / b for a, b in zip(seconds, plain, strict=True)]
-        peak = max(run["peak"] for run in runs[way])
-        print(f"{length:>5}  {way:<26} {statistics.median(seconds):>8.1f} "
-              f"{statistics.median(ratios):>6.2f} {max(ratios) - min(ratios):>6.2f} {peak:>8.0f} "
-              f"{peak - least:>7.0f} {runs[way][0]['check']:>8.0e}  "
-              f"{GOALS.get((way, length), '')}", flush=True)  # fmt: skip
+            runs[way].append(turn(arguments, way, length))
+    for way in asked:
+        row = {"length": length, "way": way}
+        if way in runs:
+            yield row | summary(runs[way], runs["unwatched"], LIMITS.get((way, length)))
+        else:
+            yield row | {"error": "not tried: it takes too much memory"}
 
 
-def measured(arguments: argparse.Namespace, way: str, length: int) -> dict[str, Any]:
+def summary(
+    runs: list[dict[str, Any]], plain: list[dict[str, Any]], limit: Limit | None
+) -> dict[str, Any]:
+    """Medians of the times; of the memory the most, over the least of the unwatched."""
+    for run in (*runs, *plain):
+        if "error" in run:
+            return run
+    pairs = zip(runs, plain, strict=True)
+    times = [one["seconds"] / other["seconds"] for one, other in pairs]
+    peak = max(run["peak"] for run in runs)
+    row = {
+        "seconds": statistics.median(run["seconds"] for run in runs),
+        "times": statistics.median(times),
+        "spread": (max(times) - min(times)) / 2,
+        "peak": peak,
+        "over": peak - min(run["peak"] for run in plain),
+        "check": runs[0]["check"],
+        "runs": runs,
+    }
+    return row | {"limit": str(limit or ""), "met": limit.met(row) if limit else None}
+
+
+def turn(arguments: argparse.Namespace, way: str, length: int) -> dict[str, Any]:
     command = [
         sys.executable, __file__, arguments.directory, "--threads", str(arguments.threads),
         "--child", way, str(length),
