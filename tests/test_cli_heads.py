@@ -70,19 +70,32 @@ def test_text(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) 
     assert "0.2 (1.00) and 1 more" in printed(capsys, file, "--top", 1)
 
 
-def test_a_table_per_document_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_per_document_adds_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clearhead._heads.atlas import pooled
+
+    # Several parts, each with a dictionary of its own.
+    monkeypatch.setattr("clearhead._scan.job.WINDOW_OF_DOCUMENTS", 1)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("the bell\nhell or shell, shell or hell\nten men\n", encoding="utf-8")
     for name, more in (("whole", []), ("each", ["--per-document"])):
         assert cli.main(["scan", str(corpus), "--out", str(tmp_path / name), *more]) == 0
     capsys.readouterr()
-    whole = json.loads(printed(capsys, tmp_path / "whole", "--json"))
-    each = json.loads(printed(capsys, tmp_path / "each", "--json"))
-    for ours, theirs in zip(each["heads"], whole["heads"], strict=True):
+    ones, others = (json.loads(printed(capsys, tmp_path / n, "--json")) for n in ("each", "whole"))
+    for ours, theirs in zip(ones["heads"], others["heads"], strict=True):
         for name, mean in ours["means"].items():
             assert mean == pytest.approx(theirs["means"][name], abs=1e-12)
         assert ours["roles"] == theirs["roles"]
     assert "not in a table per document" in printed(capsys, tmp_path / "each")
+    together, apart = (pooled(pq.read_table(tmp_path / name)) for name in ("whole", "each"))
+    assert together.keys() == apart.keys()
+    for head, found in apart.items():
+        assert set(found) == set(heads.STATISTICS)
+        for name, row in found.items():
+            whole = together[head][name]
+            assert row["count"] == whole["count"]
+            assert row["variance"] == pytest.approx(whole["variance"], abs=1e-12)
 
 
 def test_refusals(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

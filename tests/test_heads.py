@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead import heads, masks, models, readings
-from clearhead._heads.look import CORNER, LOCAL
+from clearhead._heads.batch import Batch
+from clearhead._heads.look import CORNER, LOCAL, Look
 from clearhead._heads.moments import Moments
 
 HEADS, WIDTH, WORDS = 3, 15, 7
@@ -126,6 +127,16 @@ MASKS = {
 }
 
 
+@pytest.fixture(params=["whole", "strips"])
+def looked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at whole maps, as at short sequences, or at strips of seven rows, as at long ones."""
+    if request.param == "strips":
+        monkeypatch.setattr("clearhead._heads.statistics.WHOLE", 0)
+        monkeypatch.setattr("clearhead._impl.tiled.ELEMENTS", 1)
+        monkeypatch.setattr("clearhead._impl.tiled.ROWS", 7)
+
+
+@pytest.mark.usefixtures("looked")
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", MASKS)
 def test_statistics_are_their_definitions(name: str, side: str) -> None:
@@ -147,6 +158,7 @@ def test_statistics_are_their_definitions(name: str, side: str) -> None:
                 assert row.variance == pytest.approx(np.var(values), abs=1e-9), statistic
 
 
+@pytest.mark.usefixtures("looked")
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_overlap_and_variability_are_their_definitions(side: str) -> None:
     model, texts = Model(masks.causal()), sequences()
@@ -178,6 +190,20 @@ def test_batches_of_any_size_add_up() -> None:
     for left, right in zip(one.rows(), all_at_once.rows(), strict=True):
         assert (left.layer, left.head, left.count) == (right.layer, right.head, right.count)
         assert left.mean == pytest.approx(right.mean, rel=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("length", [2, 5, 16, 33])
+def test_a_map_is_looked_at_alike_beside_others(length: int) -> None:
+    """To the last bit: sizes are odd, so that samples begin anywhere in a cache line."""
+    some = torch.Generator().manual_seed(length)
+    tokens = torch.randint(WORDS, (7, length), generator=some)
+    maps_ = torch.rand(7, HEADS, length, length, generator=some).tril().softmax(-1)
+    together = Look(Batch(tokens)).of(maps_)
+    for n in range(7):
+        alone = Look(Batch(tokens[n])).of(maps_[n : n + 1].clone())
+        for name, value in alone._asdict().items():
+            at = 1 if name == "masses" else 0
+            assert torch.equal(getattr(together, name).narrow(at, n, 1), value), name
 
 
 def test_a_known_head_is_found() -> None:
@@ -338,6 +364,32 @@ def test_cross_attention_is_left_out_and_said() -> None:
     survey = heads.measure(Both(), torch.tensor([[1, 2, 3, 4, 5]]))
     assert [layer.module for layer in survey.layers] == ["own"]
     assert any("left out" in note for note in survey.notes)
+
+
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+def test_of_encoder_decoders_the_encoder_is_read(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "T5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2},
+        "Bart": {
+            "d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 16,
+            "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 4,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(vocab_size=20, **sizes[family])
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    tokens = torch.tensor([[3, 4, 5, 4, 6, 7, 5]])
+    survey = heads.measure(model, tokens)
+    assert [layer.heads for layer in survey.layers] == [2, 2]
+    assert all(layer.module.startswith("encoder.") for layer in survey.layers)
+    assert any("the encoder alone is read" in note for note in survey.notes)
+    with torch.no_grad():
+        found = model.get_encoder()(tokens, output_attentions=True).attentions
+    for layer, weights in enumerate(found):
+        previous = weights[0].diagonal(-1, -2, -1).mean(-1).double()
+        torch.testing.assert_close(survey.mean("previous")[layer], previous, rtol=0, atol=1e-6)
 
 
 def test_every_statistic_says_what_it_is() -> None:

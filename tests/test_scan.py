@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ import pytest
 import torch
 
 from clearhead import cli, heads, models
+from clearhead._scan.checkpoint import Checkpoint
+from clearhead._scan.job import Job
+from clearhead._scan.sequences import Place, Sequence, batch_of, batches
 from clearhead.models.text import Characters, shipped_text
 
 pa = pytest.importorskip("pyarrow")
@@ -141,6 +145,10 @@ def test_a_scan_goes_on_after_a_stop(
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert scan(corpus, "--out", whole, "--length", 40, *more) == 0
     process = started(corpus, out, "--length", 40, *more)
+    for other in ([], ["--resume"], ["--force"]):
+        assert scan(corpus, "--out", out, "--length", 40, *other) == 2
+        assert f"--out: another scan writes it; got {out}" in capsys.readouterr().err
+    assert process.poll() is None
     process.send_signal(how)
     _, stderr = process.communicate()
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), stderr
@@ -161,13 +169,132 @@ def test_a_scan_goes_on_after_a_stop(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "out", "whole"]
 
 
+class Broken(Exception):
+    """A scan that ends in the middle."""
+
+
+@pytest.mark.parametrize("more", [[], ["--per-document"]])
+def test_a_scan_goes_on_from_any_batch(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    """Windows of four sequences, batches of at most two: every place at which a scan may end."""
+    corpus.write_text("\n".join([*(line[:20] for line in LINES[:5]), "\u2603", LINES[5]]))
+    for name in ("WINDOW", "WINDOW_OF_DOCUMENTS"):
+        monkeypatch.setattr(f"clearhead._scan.job.{name}", 4)
+    options = ["--length", 9, "--batch", 2, *more]
+    whole, out, add = tmp_path / "whole", tmp_path / "out", Job._add
+    left = [0]
+
+    def fail(self: Job, sequences: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Broken
+        add(self, sequences)
+
+    assert scan(corpus, "--out", whole, *options) == 0
+    monkeypatch.setattr(Job, "_add", fail)
+    times = 0
+    while not out.exists():
+        left[0] = 1
+        with contextlib.suppress(Broken):
+            scan(corpus, "--out", out, "--every", 0, "--resume", *options)
+        times += 1
+    assert times > 8
+    assert table(out) == table(whole)
+    assert about(out) == about(whole)
+    assert about(out)["problems"] == {"not known to the model's tokenizer": 1}
+
+
+def test_batches_hold_one_length_and_come_in_one_order() -> None:
+    window = [Sequence(n, [0] * length, Place(n + 1), 0.0) for n, length in enumerate(LENGTHS)]
+    ordered = [3, 0, 4, 6, 1, 5, 2]
+    for most in (1, 2, 3, 8):
+        found = list(batches(window, most))
+        assert [sequence.record for batch in found for sequence in batch] == ordered
+        assert all(len({len(s.tokens) for s in batch}) == 1 for batch in found)
+        assert max(map(len, found)) == min(most, 3)
+        rest = [s.record for batch in batches(window, most, done=2) for s in batch]
+        assert rest == ordered[2:]
+    long = [Sequence(n, [0] * 1500, Place(n + 1), 0.0) for n in range(3)]
+    assert [len(batch) for batch in batches(long, 8)] == [1, 1, 1]
+    # Very few tokens are run beside their own copies.
+    assert batch_of(window[2:3]).tokens.shape == (16, 1)
+    assert batch_of(window[:1]).tokens.shape == (2, 8)
+
+
+LENGTHS = (8, 5, 1, 9, 8, 5, 8)
+
+
+def test_a_lock_that_nobody_holds_is_none(corpus: Path, tmp_path: Path) -> None:
+    out, home = tmp_path / "out", tmp_path / "out.partial"
+    home.mkdir()
+    (home / "lock").touch()
+    (home / "rows-000000.parquet").write_bytes(b"of no state")
+    assert scan(corpus, "--out", out, "--limit", 2, "--per-document") == 0
+    assert not home.exists()
+
+
+def test_a_lock_waits_for_no_file_that_is_gone(tmp_path: Path) -> None:
+    first, second = Checkpoint(tmp_path / "out"), Checkpoint(tmp_path / "out")
+    with first.held(), pytest.raises(ValueError, match="another scan writes it"), second.held():
+        pass
+    with second.held():
+        assert (tmp_path / "out.partial" / "lock").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def broken(self: Job, window: Any) -> None:
+    raise Broken
+
+
+def test_a_corpus_that_changes_is_noticed(
+    corpus: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beyond what is read of a file at once, and of the same size.
+    text = "\n".join(LINES) + "\n" * 200_000 + "shell"
+    corpus.write_text(text, encoding="utf-8")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, "_end", broken)
+        with pytest.raises(Broken):
+            scan(corpus, "--out", out, "--every", 0)
+    corpus.write_text(text[:-5] + "hells", encoding="utf-8")
+    assert scan(corpus, "--out", out, "--resume") == 2
+    assert "--resume: is another scan; got contents was" in capsys.readouterr().err
+    corpus.write_text(text, encoding="utf-8")
+    assert scan(corpus, "--out", out, "--resume") == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--per-document"]])
+def test_a_full_disk_is_said(corpus: Path, tmp_path: Path, capsys: Any, more: list[str]) -> None:
+    resource = pytest.importorskip("resource")
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for every in (0, 30):  # at the first checkpoint, and at the table
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, before[1]))
+        try:
+            assert scan(corpus, "--out", out, "--every", every, "--force", *more) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        error = capsys.readouterr().err
+        assert "--out: cannot be written; got" in error
+        assert "--resume then goes on" in error
+        assert not out.exists()
+    assert scan(corpus, "--out", out, "--resume", *more) == 0
+    assert scan(corpus, "--out", whole, *more) == 0
+    assert table(out) == table(whole)
+
+
 def test_a_damaged_checkpoint_is_said(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     home = tmp_path / "out.partial"
     home.mkdir()
     (home / "state.safetensors").write_bytes(b"nonsense")
     assert scan(corpus, "--out", tmp_path / "out", "--resume") == 2
     assert "cannot read its state" in capsys.readouterr().err
+    assert scan(corpus, "--out", tmp_path / "out") == 2
+    assert "has an unfinished scan beside it" in capsys.readouterr().err
     assert scan(corpus, "--out", tmp_path / "out", "--force", "--limit", 1) == 0
+    assert not home.exists()
 
 
 def test_resume_with_nothing_to_resume_starts(corpus: Path, tmp_path: Path, capsys: Any) -> None:
@@ -250,6 +377,41 @@ def test_a_line_without_end_is_read_in_pieces(tmp_path: Path, monkeypatch: Any) 
     found = corpus.Corpus(path, format=None, by="line", field="text")
     assert "".join(record.text for record in found) == "é" * 12 + "abc" + "snow ☃☃☃☃"
     assert not found.problems
+
+
+def test_texts_without_end_are_read_in_pieces(tmp_path: Path, monkeypatch: Any) -> None:
+    from clearhead._scan import corpus
+
+    monkeypatch.setattr(corpus, "_PIECE", 10)
+    monkeypatch.setattr(corpus, "_LONGEST", 1 << 20)
+    lines, long = tmp_path / "a.txt", json.dumps({"text": "b" * 25})
+    lines.write_text("abcd\n" * 9)
+    pieces = [r.text for r in corpus.Corpus(lines, format=None, by="paragraph", field="text")]
+    assert max(map(len, pieces)) <= 12
+    assert "".join(pieces).replace("\n", "") == "abcd" * 9
+    objects = tmp_path / "b.jsonl"
+    objects.write_text("\n".join([long, "x" * (3 << 20), long]))
+    found = corpus.Corpus(objects, format=None, by="line", field="text")
+    assert [record.text for record in found] == ["b" * 10, "b" * 10, "b" * 5] * 2
+    assert found.problems == {"longer than 1 MiB": 1}
+    assert found.places == {"longer than 1 MiB": "line 2"}
+
+
+def test_documents_of_one_token(tmp_path: Path, capsys: Any) -> None:
+    """A first token has one source: nothing before it, and nothing to choose."""
+    path = tmp_path / "short.txt"
+    path.write_text("h\nhe\n\ne\n")
+    assert scan(path, "--out", tmp_path / "out") == 0
+    assert scan(path, "--out", tmp_path / "each", "--per-document") == 0
+    rows, each = table(tmp_path / "out"), table(tmp_path / "each")
+    assert rows[None, 0, 0, "previous"]["count"] == 1
+    assert rows[None, 0, 0, "self"]["count"] == 4
+    assert rows[None, 0, 0, "duplicate"]["count"] == 0
+    for document in (0, 2):
+        assert (document, 0, 0, "previous") not in each
+        assert each[document, 0, 0, "self"]["mean"] == 1
+        assert each[document, 0, 0, "entropy"]["mean"] == pytest.approx(0, abs=1e-7)
+    assert cli.main(["heads", str(tmp_path / "out")]) == 0
 
 
 BAD = {
