@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
         if isinstance(tokens, Tensor) and tokens.ndim > 1:
             return tokens.shape[1]
     return None
+
+
+def _alike(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _outermost(names: list[str]) -> list[str]:
@@ -129,8 +133,8 @@ class Modules:
         for name in sorted(self.ran - {""}):
             of = type(self._modules[name]).__name__
             # in RecurrentGemmaMLP only MLP says what it does
-            rest = of.removeprefix(os.path.commonprefix([of, whole]))
-            if _RECURS.search(rest) and not any(_within(other, name) for other in seen):
+            same = sum(1 for _ in takewhile(_alike, zip(of, whole, strict=False)))
+            if _RECURS.search(of[same:]) and not any(_within(other, name) for other in seen):
                 found[name] = of
         return [(name, found[name]) for name in _outermost(list(found))]
 

@@ -164,15 +164,19 @@ def _inherit(known: Origin, func: Any, source: Tensor | None, out: Tensor) -> Or
     if source is None:
         return known
     if func in _SWAPS or out.shape != source.shape:
-        last = source.shape[-2:]
         swap = func in _SWAPS and _swaps(source, out)
         if swap:
             known = replace(known, swapped=not known.swapped)
-        elif func in _SHAPES and source.ndim == out.ndim + 1 > 3 and out.shape[-2:] == last:
-            # two axes became one: the heads were folded into the batch
-            if out.shape[:-3] == source.shape[:-4]:
-                known = replace(known, heads=source.shape[-3])
+        elif func in _SHAPES and _folds(source, out):
+            known = replace(known, heads=source.shape[-3])
     return known
+
+
+def _folds(source: Tensor, out: Tensor) -> bool:
+    """Whether the two axes before the last two became one: heads in the batch."""
+    if not source.ndim == out.ndim + 1 > 3:
+        return False
+    return out.shape[-2:] == source.shape[-2:] and out.shape[:-3] == source.shape[:-4]
 
 
 def _scaled(known: Origin, func: Any, args: tuple[Any, ...]) -> Origin:
