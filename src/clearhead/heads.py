@@ -201,6 +201,18 @@ class Survey:
         return torch.stack([pad(row, (0, most - len(row)), value=torch.nan) for row in rows])
 
     @property
+    def looks_untrained(self) -> bool:
+        """Whether every head attends to all of its sources alike: a normalized entropy over 0.99.
+
+        So do heads whose weights were never loaded. One row a sequence may have one source only,
+        and counts as even.
+        """
+        even = self._each(
+            "entropy_normalized", lambda m: m.mean + self.sequences / m.count.clamp(min=1)
+        )
+        return bool(even.nan_to_num(1.0).min() > 0.99)
+
+    @property
     def overlap(self) -> list[Tensor]:
         """For each layer the mean cosine between the maps of its heads, (head, head)."""
         return [layer.overlap.mean for layer in self.layers]

@@ -57,6 +57,28 @@ class Record:
     queries: tuple[int, ...] | None
     sizes: tuple[int, int, int, int]  # batch, head, query, source
     prompt: int | None = None  # under generate(): how many of the positions are the prompt's
+    source_heads: int | None = None  # heads of the keys; None where the call did not show them
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the heads that share a key head, for each key head."""
+        shared = self.source_heads or self.sizes[1]
+        size = self.sizes[1] // shared
+        return tuple(tuple(range(at * size, (at + 1) * size)) for at in range(shared))
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """Average values of this record, (batch, head, ...), over the heads that share keys.
+
+        >>> import torch, clearhead as ch
+        >>> q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+        >>> with ch.watch(ch.attend, read=ch.readings.Entropy()) as seen:
+        ...     context = ch.attend(q, k, k)
+        >>> seen[0].groups, seen[0].by_group(seen[0].value).shape
+        (((0, 1), (2, 3)), torch.Size([1, 2, 3]))
+        """
+        at = {head: number for number, head in enumerate(self.heads)}
+        groups = ([at[head] for head in group if head in at] for group in self.groups)
+        return torch.stack([values[:, group].mean(1) for group in groups if group], 1)
 
 
 class _Value:
@@ -128,7 +150,7 @@ def load(path: str | Path) -> Seen:
     seen = Seen()
     seen.notes += document["notes"]
     for outline in document["records"]:
-        plain = {name: outline[name] for name in _PLAIN}
+        plain = {name: outline.get(name) for name in _PLAIN}
         for name in ("heads", "queries", "sizes"):
             plain[name] = None if plain[name] is None else tuple(plain[name])
         value, mask = store.value(outline["value"], tensors), store.mask(outline["mask"], tensors)
@@ -458,6 +480,7 @@ class _Watcher(Handler):
             queries=self.queries,
             sizes=call.sizes,
             prompt=prompt,
+            source_heads=None if call.key is None else call.key.shape[1],
         )
         if self.on_call is None:
             self.seen._records.append(record)

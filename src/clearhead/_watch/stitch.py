@@ -283,7 +283,9 @@ def _join_scores(track: Track, first: Call, source: int) -> Call:
     scores = _placed(track, source, -math.inf, lambda piece: _open(piece.call.scores, low))
     weights = _placed(track, source, 0.0, lambda piece: piece.call.weights)
     lse = torch.cat([_picked(track, p, p.call.lse, -math.inf) for p in track.pieces], 2)
-    return first.but(scores=scores, weights=weights, lse=lse, key=None)
+    # of the keys no more than how many heads they have
+    key = track.keys[0][1][:, :, :0] if track.keys else None
+    return first.but(scores=scores, weights=weights, lse=lse, key=key)
 
 
 def _open(scores: Any, low: float) -> Tensor:
