@@ -33,9 +33,9 @@ from clearhead import masks
 from clearhead._heads.batch import Batch
 from clearhead._heads.look import Look
 from clearhead._heads.moments import Moments
-from clearhead._heads.part import Layer, Part, Tally, joined
+from clearhead._heads.part import Calls, Layer, Tally, joined
 from clearhead._heads.rolling import Rollout, rollout
-from clearhead._heads.statistics import STATISTICS, Statistic, Values, readings_for
+from clearhead._heads.statistics import STATISTICS, Statistic, readings_for
 from clearhead.errors import value_error
 from clearhead.readings import TopK
 from clearhead.watching import Record, watch
@@ -105,7 +105,7 @@ class Survey:
             self.notes.append(
                 "the encoder alone is read: a decoder attends to what it writes, not to the text"
             )
-        self._run = run or _runner(model)
+        self.run = run or _runner(model)
         self._chosen: list[int] | None = None
         self._heads = 0
 
@@ -127,23 +127,22 @@ class Survey:
             self._look(batch)
         look = Look(batch)
         readings = readings_for(look, self._heads)
-        parts: list[Part] = []
+        calls = Calls(look, list(readings))
+        read = tuple(readings.values())
 
         def keep(record: Record) -> None:
-            values = Values(look, dict(zip(readings, record.value, strict=True)))
-            _unread(values, record)
-            parts.append(Part.of(record.module, values))
+            calls.add(record.module, record.value)
 
-        read = tuple(readings.values())
         with torch.no_grad(), watch(self.model, read=read, layers=self._chosen, on_call=keep):
-            self._run(batch)
-        outlines = [part.outline for part in parts]
+            self.run(batch)
+        calls.flush()
+        outlines = [part.outline for part in calls.parts]
         if self.tally is None:
             self.tally = Tally(outlines)
         if self.tally.outlines != outlines:
-            rule = f"made {len(parts)} attention calls, and {len(self.tally.outlines)} before"
+            rule = f"made {len(outlines)} attention calls, and {len(self.tally.outlines)} before"
             raise value_error("model", rule)
-        return joined(parts)
+        return joined(calls.parts)
 
     def count(self, moments: Moments, tokens: int) -> None:
         """Add up what `read` gave, sequence by sequence."""
@@ -159,7 +158,7 @@ class Survey:
         one = Batch(batch.tokens[longest][batch.real[longest]])
         fits: dict[int, bool] = {}
         with torch.no_grad(), watch(self.model, read=TopK(1)) as seen:
-            self._run(one)
+            self.run(one)
         for record in seen:
             fit = record.kind == "self" and record.sizes[::2] == (1, one.sizes[1])
             fit = fit and record.sizes[3] == one.sizes[1]
@@ -274,20 +273,6 @@ def groups(overlap: Tensor, threshold: float = 0.9) -> list[list[int]]:
         if len(group) > 1:
             found.append(sorted(group))
     return found
-
-
-def _unread(values: Values, record: Record) -> None:
-    """Refuse a model in which real tokens attend to padding: its numbers would depend on it."""
-    if not values.batch.padded:
-        return
-    read = values["padding"].amax()
-    if read > 0:
-        raise value_error(
-            "real",
-            f"the model attends to padding in {record.module or 'its attention'}",
-            got=f"a weight of {float(read):.2g}",
-            hint="give it sequences of equal length, or run=, which passes the model's own mask",
-        )
 
 
 def _runner(model: nn.Module) -> Callable[[Batch], Any]:

@@ -462,7 +462,9 @@ class _Watcher(Handler):
         part = call if self.heads is None else look.choose_heads(call, chosen)
         values, self._made = self._made, None
         values = look.read(part, self.read, self.queries) if values is None else values
-        value = kept.keep(_detached(values[0] if self.single else tuple(values)))
+        value = _detached(values[0] if self.single else tuple(values))
+        if self.on_call is None:
+            value = kept.keep(value)
         if isinstance(value, kept.Kept):
             del values
             kept.trim()

@@ -36,8 +36,7 @@ class Moments:
         # On the CPU, as not every device has float64.
         values = values.cpu().double()
         mask = torch.ones((), dtype=torch.bool) if counted is None else counted.cpu()
-        shape = torch.broadcast_shapes(values.shape, mask.shape)
-        values, mask = values.expand(shape), mask.expand(shape)
+        values, mask = torch.broadcast_tensors(values, mask)
         count = mask.sum(-1).double()
         mean = torch.where(mask, values, 0).sum(-1) / count.clamp(min=1)
         spread = torch.where(mask, values - mean.unsqueeze(-1), 0).square().sum(-1)

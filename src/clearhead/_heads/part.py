@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from clearhead._heads.look import CORNER
+from clearhead._heads.batch import Batch
+from clearhead._heads.look import CORNER, Look
 from clearhead._heads.moments import Moments
 from clearhead._heads.statistics import STATISTICS, Values, moments_of
+from clearhead.errors import value_error
 
-__all__ = ["Layer", "Outline", "Part", "Tally", "joined"]
+__all__ = ["Calls", "Layer", "Outline", "Part", "Tally", "joined"]
+
+# Numbers in the maps of calls that are looked at together.
+TOGETHER = 1 << 19
 
 
 class Outline(NamedTuple):
@@ -62,18 +67,92 @@ class Part:
     corner: Moments  # (batch, head, CORNER, CORNER)
 
     @staticmethod
-    def of(module: str, values: Values) -> Part:
-        """Take all statistics of one call."""
+    def of(modules: Sequence[str], values: Values) -> list[Part]:
+        """Take all statistics of some calls, whose samples stand one call after another."""
         overlap = values["overlap"]
         some = values.rows.any(-1)[..., None]
         pairs = Moments.of(overlap.unsqueeze(-1), (some & some.mT).unsqueeze(-1))
-        outline = Outline(module, overlap.shape[-1])
-        return Part(outline, moments_of(values), pairs, _corner(values))
+        found = moments_of(values), pairs, _corner(values)
+        size = len(overlap) // len(modules)
+        parts = []
+        for number, module in enumerate(modules):
+            own = slice(number * size, (number + 1) * size)
+            statistics, rest = found[0][:, own], (moments[own] for moments in found[1:])
+            parts.append(Part(Outline(module, overlap.shape[-1]), statistics, *rest))
+        return parts
 
     def numbers(self) -> list[Moments]:
         """Statistics, overlap and corner, each (batch, number)."""
         statistics = self.statistics.map(lambda x: x.movedim(1, 0))
         return [m.map(lambda x: x.flatten(1)) for m in (statistics, self.overlap, self.corner)]
+
+
+class Calls:
+    """The calls of one run. Statistics of small ones are taken several layers at a time.
+
+    So many operations on few numbers each would take as long as the model itself.
+    """
+
+    def __init__(self, look: Look, names: Sequence[str]) -> None:
+        self.names, self.parts = names, list[Part]()
+        self._looks = {1: look}
+        self._waiting: list[tuple[str, Sequence[Any]]] = []
+        self._numbers = 0
+
+    def add(self, module: str, value: Sequence[Any]) -> None:
+        """Take in what was read of one call."""
+        whole = value[-1]
+        if self._waiting and not (isinstance(whole, Tensor) and whole.shape == self._shape):
+            self.flush()
+        self._waiting.append((module, value))
+        self._shape = whole.shape if isinstance(whole, Tensor) else None
+        self._numbers += whole.numel() if isinstance(whole, Tensor) else TOGETHER
+        if self._numbers >= TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Take the statistics of the calls that wait."""
+        if not self._waiting:
+            return
+        modules, values = zip(*self._waiting, strict=True)
+        self._waiting, self._numbers = [], 0
+        beside = [_beside(each) for each in zip(*values, strict=True)]
+        look = self._look(len(modules))
+        found = Values(look, dict(zip(self.names, beside, strict=True)))
+        _unread(modules, found)
+        self.parts += Part.of(modules, found)
+
+    def _look(self, count: int) -> Look:
+        if count not in self._looks:
+            batch = self._looks[1].batch
+            again = Batch(batch.tokens.repeat(count, 1), batch.real.repeat(count, 1))
+            self._looks[count] = Look(again)
+        return self._looks[count]
+
+
+def _beside(values: Sequence[Any]) -> Any:
+    """Put what was read of several calls one after another, along the batch axis."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    return type(first)(*map(_beside, zip(*values, strict=True)))
+
+
+def _unread(modules: Sequence[str], values: Values) -> None:
+    """Refuse a model in which real tokens attend to padding: its numbers would depend on it."""
+    if not values.batch.padded:
+        return
+    read = values["padding"].view(len(modules), -1).amax(-1)
+    for module, weight in zip(modules, read.tolist(), strict=True):
+        if weight > 0:
+            raise value_error(
+                "real",
+                f"the model attends to padding in {module or 'its attention'}",
+                got=f"a weight of {weight:.2g}",
+                hint="give sequences of equal length, or run=, which passes the model's own mask",
+            )
 
 
 def joined(parts: Sequence[Part]) -> Moments:
