@@ -444,6 +444,31 @@ class TestGeneration:
         whole = model(answer.sequences[:, :-1], attention_mask=masked(model, allowed)).logits
         near(torch.stack(answer.logits, 1), whole[:, LENGTH - 1 :], atol=1e-5)
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3"])
+    @pytest.mark.parametrize("kind", ["drafts", "earlier cache"])
+    def test_places_where_tokens_are_taken_back_or_were_there_before(self, name, kind):
+        pytest.importorskip("transformers")
+        model: Any = made(BY_NAME[name], "sdpa")
+        given: dict[str, Any] = {"input_ids": BY_NAME[name].read(batch=1)["input_ids"]}
+        options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
+                                   "return_dict_in_generate": True, "output_logits": True,
+                                   "eos_token_id": None}  # fmt: skip
+        edges = masks.diagonal(1) | (masks.first(5) - masks.first(3))
+        with ch.knockout(model, edges):
+            if kind == "drafts":
+                given = {"input_ids": given["input_ids"][:, :6].repeat(1, 2)}
+                answer = model.generate(**given, **options, prompt_lookup_num_tokens=3)
+            else:
+                first = model.generate(**given, **options)
+                more = torch.cat([first.sequences, first.sequences[:, :3]], 1)
+                answer = model.generate(more, **options, cache=first.cache)
+        size = answer.sequences.shape[1] - 1
+        allowed = masks.causal().dense(size) & ~edges.dense(size)
+        mask = masked(model, allowed, batch=1)
+        whole = model(answer.sequences[:, :-1], attention_mask=mask).logits
+        near(torch.stack(answer.logits, 1), whole[:, -8:], atol=1e-5)
+
     def test_a_mean_over_one_step_is_refused(self):
         pytest.importorskip("transformers")
         one = BY_NAME["Llama"]

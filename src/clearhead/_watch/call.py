@@ -140,7 +140,8 @@ def from_sdpa(
     if closed is not None:
         # a query of zeros weighs all its sources alike, as the swamped row does
         query = torch.where(closed, torch.zeros((), dtype=query.dtype), query)
-    if not enable_gqa and key.shape[1] != query.shape[1]:
+    one = key.shape[1] == value.shape[1] == 1  # which all heads share, as grouped ones do
+    if not enable_gqa and not one and not query.shape[1] == key.shape[1] == value.shape[1]:
         key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
     return Call(query, key, value, mask, bias, scale, dropout=dropout_p)
 

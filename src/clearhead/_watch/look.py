@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead import _impl, masks
+from clearhead import _checks, _impl, masks
 from clearhead._impl.problem import Sizes
 from clearhead._watch.call import Call
 from clearhead.masks import Mask
@@ -36,6 +36,7 @@ def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -
         reading.check(_sizes(call))
     if queries is None and call.scores is None and call.query is not None:
         problem, asked = call.problem, tuple(wanted)
+        _checks.readings(asked, problem)
         chosen = _impl.choose(problem, asked, None)
         # the tiled one can leave the context out; the native one is faster with it
         alone = getattr(chosen, "readings_only", lambda *given: chosen.attend(*given)[1])
