@@ -1,0 +1,108 @@
+"""What `clearhead scan` takes: the looking over the plain forward, and text an hour.
+
+    python benchmarks/scan.py DIRECTORY TEXT [--nth 8] [--batch 32] [--by paragraph]
+    python benchmarks/scan.py DIRECTORY TEXT --write    # the table of docs/scan.md
+
+Of the text's first window, which holds about the lengths that all of it has, every nth batch is
+run. The model alone and the scan of the same batch take turns in one process, so that both meet the
+same machine. The plain forward makes no logits but the last and keeps no cache. Times are CPU times
+of all threads: what else runs on the machine counts little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import machine
+from clearhead._scan.corpus import Corpus
+from clearhead._scan.job import WINDOW
+from clearhead._scan.sequences import Place, Sequences, batch_of, batches, windows
+from clearhead.cli._loading import load
+from clearhead.heads import Survey
+
+PAGE = Path(__file__).parent.parent / "docs" / "scan.md"
+BEGIN, END = "<!-- cost -->", "<!-- end of cost -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a scan takes over the model alone.")
+    parser.add_argument("model", metavar="DIRECTORY")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--nth", type=int, default=8, help="run every nth batch of the window")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--by", choices=("line", "paragraph"), default="paragraph")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    table = "\n".join(lines(given, measure(given)))
+    print(table)
+    if given.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+@torch.no_grad()
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds of the model alone and of the scan, over the same batches."""
+    reader = load(given.model)
+    corpus = Corpus(given.text, format="text", by=given.by, field="text")
+    every = Sequences(corpus, reader.encode, given.length, None).since(Place())
+    survey, plain, scan, used = Survey(reader.model), 0.0, 0.0, 0
+    window = next(windows(every, WINDOW))
+    survey.read(batch_of(window[:1]))  # the first look at the model is no part of either
+    for sequences in list(batches(window, given.batch))[given.nth // 2 :: given.nth]:
+        batch = batch_of(sequences)
+        plain += seconds(partial(survey.run, batch))
+        scan += seconds(partial(add, survey, batch, sequences))
+        used += 1
+    share = survey.tokens / sum(len(sequence.tokens) for sequence in window)
+    return {
+        "bytes": share * window[-1].share * corpus.size, "tokens": survey.tokens, "batches": used,
+        "sequences": survey.sequences, "plain": plain, "scan": scan,
+    }  # fmt: skip
+
+
+def add(survey: Survey, batch: Any, sequences: list[Any]) -> None:
+    """What a scan does with a batch."""
+    moments = survey.read(batch)[: len(sequences)]
+    survey.count(moments, sum(len(sequence.tokens) for sequence in sequences))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def lines(given: argparse.Namespace, found: dict[str, Any]) -> list[str]:
+    """The figures as a table."""
+    plain, scan, size = found["plain"], found["scan"], found["bytes"] / 1e6
+    return [
+        f"{Path(given.model).name}, {size * 1e3:.0f} kB by {given.by}, --length {given.length}, "
+        f"--batch {given.batch}: {found['sequences']:,} sequences in {found['batches']:,} batches, "
+        f"{found['tokens']:,} tokens.",
+        "",
+        "| | CPU seconds | MB an hour | tokens a second |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {took:.1f} | {3600 * size / took:.2f} | {found['tokens'] / took:.0f} |"
+            for name, took in (("the model alone", plain), ("scan", scan))
+        ),
+        "",
+        f"Looking takes {100 * (scan / plain - 1):.0f}% more than the model alone. "
+        f"{machine.line(cpu_time=True)}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
