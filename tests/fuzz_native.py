@@ -77,7 +77,7 @@ def _draw_mask(drawn: Drawn, dice: random.Random, torch_dice: torch.Generator) -
     j = torch.arange(source)
     n = dice.choice((1, 3, 16, 50))
     kind = dice.choice(
-        ("none", "causal", "window", "lengths", "document", "sinks", "bytes", "rows")
+        ("none", "causal", "window", "lengths", "document", "sinks", "edges", "bytes", "rows")
     )
     edges: Tensor = drawn.allowed
     if kind == "causal":
@@ -95,6 +95,12 @@ def _draw_mask(drawn: Drawn, dice: random.Random, torch_dice: torch.Generator) -
     elif kind == "sinks":
         drawn.mask = masks.causal() & (masks.window(n) | masks.first(2))
         edges = (j <= i) & ((j > i - n) | (j < 2))
+    elif kind == "edges" and query <= source:
+        pairs = [(source - 1 - k % query, k * 7 % source) for k in range(n)]
+        drawn.mask = masks.edges(pairs)
+        at, to = torch.tensor(pairs).T
+        edges = torch.zeros(query, source, dtype=torch.bool)
+        edges[at - (source - query), to] = True
     elif kind in ("bytes", "rows"):
         shape = dice.choice(((query, source), (batch, 1, query, source), (head, query, source)))
         shape = (batch, 1, 1, source) if kind == "rows" else shape

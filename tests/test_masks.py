@@ -63,6 +63,9 @@ HAND = {
     "induction([7, 7, 7, 7])": "0000 0100 0110 0111",
     "duplicate([7, 8, 7, 8])": "0000 0000 1000 0100",
     "dense([[1, 0, 0, 1]])": "1001 1001 1001 1001",
+    "edges([(3, 0), (1, 2), (3, 0), (0, 3)])": "0001 0010 0000 1000",
+    "edges([[2, 1]])": "0000 0000 0100 0000",
+    "causal() - edges([(3, 0), (3, 2)])": "1000 1100 1110 0101",
     "causal() & window(2) | first(1)": "1000 1100 1110 1011",
     "causal() - diagonal(0)": "0000 1000 1100 1110",
     "~causal()": "0111 0011 0001 0000",
@@ -85,6 +88,7 @@ ALIGNED = {
     "band": (lambda a: masks.band(2, 1, a), lambda p, j: -2 <= j - p <= 1),
     "diagonal": (lambda a: masks.diagonal(2, a), lambda p, j: j == p - 2),
 }
+PAIRS = [(0, 0), (2, 0), (2, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(("query", "source"), [(7, 7), (3, 7), (7, 3), (1, 7), (0, 3), (3, 0)])
@@ -96,6 +100,35 @@ def test_alignment(name: str, align: Any, query: int, source: int) -> None:
     want = rule(query, source, lambda i, j: edge(i + offset, j))
     assert torch.equal(make(align).dense(query, source), want)
     assert (f'align="{align}"' if isinstance(align, str) else f"align={align}") in repr(make(align))
+
+
+@pytest.mark.parametrize("align", ["end", "start", 0, 2])
+def test_edges_stand_at_positions_of_the_whole_sequence(align: Any) -> None:
+    for query, source in ((7, 7), (3, 7), (1, 3), (5, 4)):
+        offset = standing(align, query, source)
+        if query + offset < 3:
+            continue  # they lie beyond the call, which is refused
+        want = rule(query, source, lambda i, j, at=offset: (i + at, j) in PAIRS)
+        assert torch.equal(masks.edges(PAIRS, align).dense(query, source), want)
+        found = masks.edges(PAIRS, align).intervals(query, source)
+        assert found is not None
+        assert torch.equal(found[1] - found[0], want.sum(-1))
+
+
+def test_edges_are_found_again_in_the_steps_of_a_cache() -> None:
+    whole = masks.edges(PAIRS).dense(4)
+    steps = [masks.edges(PAIRS).dense(1, source)[0] for source in (3, 4)]
+    assert steps[0].tolist() == whole[2, :3].tolist()
+    assert steps[1].tolist() == whole[3].tolist()
+
+
+def test_edges_are_a_set() -> None:
+    given = torch.tensor(PAIRS[::-1] + PAIRS[:1])
+    assert repr(masks.edges(given)) == repr(masks.edges(iter(PAIRS)))
+    assert masks.edges(given).count(9) == len(PAIRS)
+    many = masks.edges([(i, i) for i in range(40)])
+    assert repr(many) == 'edges(<40 pairs>, align="end")'
+    assert torch.equal(many.dense(40), torch.eye(40) > 0)
 
 
 def test_causal_corners_are_those_of_torch() -> None:
@@ -223,6 +256,13 @@ def leaf_trees(query: int, source: int, batch: int) -> st.SearchStrategy[Tree]:
                 lambda i, j: (i * 5 + j * 3) % (n + 2) < 2,
             ),
         }
+        if name == "edges":
+            rows = range(max(p - 2, 0), max(query + p, 0))
+            pairs = [
+                (i, j) for i in rows for j in range(source) if (i * 5 + j * 3 + n) % (m + 2) < 1
+            ]
+            mask = masks.edges(pairs, align) if pairs else masks.nothing()
+            return mask, rule(query, source, lambda i, j: (i + p, j) in pairs)
         make, edge = found[name]
         return make(), rule(query, source, edge)
 
@@ -267,7 +307,7 @@ def leaf_trees(query: int, source: int, batch: int) -> st.SearchStrategy[Tree]:
     numbers = st.builds(
         number,
         st.sampled_from(
-            ["causal", "window", "band", "diagonal", "first", "prefix", "where", "nothing"]
+            ["causal", "window", "band", "diagonal", "first", "prefix", "where", "nothing", "edges"]
         ),
         st.integers(0, 5),
         st.integers(0, 3),
@@ -416,6 +456,8 @@ def test_blocks_by_hand() -> None:
     assert blocks(packed & masks.causal(), 16, 4) == ["- . . .", "# - . .", ". . - .", ". . # -"]
     assert blocks(masks.dense(torch.eye(16) > 0), 16, 4)[1] == ". - . ."
     assert blocks(masks.induction([1] * 16), 16, 4)[0] == "- . . ."
+    square = masks.edges([(i, j) for i in range(4, 8) for j in range(8, 12)] + [(15, 0)])
+    assert blocks(square, 16, 4) == [". . . .", ". . # .", ". . . .", "- . . ."]
 
 
 def test_intervals_where_rows_are_one() -> None:
@@ -435,6 +477,7 @@ def test_intervals_where_rows_are_one() -> None:
         "document([0, 0, 1, 1, 1, 2]) & causal & window(2)",
         "band(2, 1) | diagonal(2)",
         "dense([[1, 1, 0, 0, 0, 0]])",
+        "edges([(0, 0), (3, 1), (3, 2)])",
     ]
     for expression in promised:
         assert masks.parse(expression).intervals(6) is not None, expression
@@ -445,6 +488,7 @@ def test_intervals_where_rows_are_one() -> None:
         "document([0, 1, 0, 1, 0, 1])",
         "dense([[1, 0, 1, 0, 0, 0]])",
         "induction([1, 1, 1, 1, 1, 1])",
+        "edges([(3, 0), (3, 2)])",
     ]
     for expression in unpromised:
         assert masks.parse(expression).intervals(6) is None, expression
@@ -480,6 +524,9 @@ def test_sizes_that_disagree_raise_with_both() -> None:
         masks.document([0, 1]).dense(3, 2)
     with pytest.raises(ValueError, match="made for 2 queries, the call has 3"):
         (masks.causal() & masks.dense(torch.ones(2, 3) > 0)).dense(3)
+    for pair, sizes in (((3, 0), (3,)), ((0, 3), (3,)), ((4, 0), (2, 4)), ((2, 4), (1, 4))):
+        with pytest.raises(ValueError, match=rf"\({pair[0]}, {pair[1]}\) lies beyond"):
+            masks.edges([pair]).dense(*sizes)
     with pytest.raises(ValueError, match="needs as many samples"):
         masks.same([[0], [1]], [[0], [1], [2]])
     with pytest.raises(ValueError, match="one length a sample"):
@@ -513,6 +560,18 @@ def test_sizes_that_disagree_raise_with_both() -> None:
         (lambda: masks.dense(torch.ones(3, 3, dtype=torch.int64)), TypeError, "in disguise"),
         (lambda: masks.dense(torch.full((3, 3), -1e4)), TypeError, "bias="),
         (lambda: masks.dense(torch.ones(2, 3, 3) > 0), ValueError, "read in two ways"),
+        (lambda: masks.edges([]), ValueError, r"nothing\(\)"),
+        (lambda: masks.edges([(3, -1)]), ValueError, "from 0, .*3, -1"),
+        (lambda: masks.edges([(1 << 31, 0)]), ValueError, "2147483647"),
+        (lambda: masks.edges([(3, 0.0)]), TypeError, "as integers; got .3, 0.0"),
+        (lambda: masks.edges([(3, True)]), TypeError, "as integers"),
+        (lambda: masks.edges((3, 0)), TypeError, r"pairs; got 3(?s:.)*edges\(\[\(3, 0\)\]\)"),
+        (lambda: masks.edges([(3, 0, 1)]), TypeError, "query, source"),
+        (lambda: masks.edges("3, 0"), TypeError, "query, source"),
+        (lambda: masks.edges(torch.tensor([3, 0])), TypeError, r"shape \(2,\)"),
+        (lambda: masks.edges(torch.eye(2) > 0), TypeError, "as integers"),
+        (lambda: masks.edges(3), TypeError, "query, source"),
+        (lambda: masks.edges([(3, 0)], "left"), ValueError, "align"),
         (lambda: masks.where(3), TypeError, "function of four"),
         (lambda: masks.where(lambda q, k: q > k), TypeError, "batch, head, query, source"),
         (lambda: masks.where(lambda b, h, q, k: q - k).dense(2), TypeError, "True or False"),
@@ -604,6 +663,8 @@ def test_why_names_the_part_that_decides() -> None:
         (masks.induction(TOKENS), (3, 6), "source 6 follows no token before query 3"),
         (masks.duplicate(TOKENS), (3, 1), "source 1 is token 8, query 3 is token 7"),
         (masks.dense([[True, False]]), (0, 1), "the tensor is False there"),
+        (masks.edges([(3, 0)]), (3, 0), "(3, 0) is among its 1 edge"),
+        (masks.edges([(3, 0), (3, 1)]), (3, 2), "(3, 2) is not among its 2 edges"),
         (masks.where(lambda b, h, q, k: q > k), (1, 0), "the function says True"),
     ],
 )
@@ -662,10 +723,37 @@ def test_masks_can_be_copied_and_hashed() -> None:
     assert masks.causal() != masks.causal()
 
 
+def test_names_that_are_not_there_are_answered() -> None:
+    for name, meant in {
+        "padding": "keep", "sliding": "window", "bidirectional": "everything", "pairs": "edges",
+        "causel": "causal",
+    }.items():  # fmt: skip
+        with pytest.raises(AttributeError, match=f"{name}.*did you mean .*{meant}"):
+            getattr(masks, name)
+        with pytest.raises(ValueError, match=f"{name}.*did you mean .*{meant}"):
+            masks.parse(name)
+    with pytest.raises(AttributeError, match="'Mask' object has no attribute 'shape'"):
+        masks.causal().shape  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(masks, "__path_hooks__")
+
+
+def test_errors_say_sizes_in_one_order() -> None:
+    with pytest.raises(ValueError) as caught:
+        masks.lengths([5, 3]).dense(6, batch=3, head=4)
+    lines = str(caught.value).splitlines()
+    assert lines[1:3] == [
+        "  mask (batch, head, query, source)  (2, any, any, any)",
+        "  call                               (3, 4, 6, 6)",
+    ]
+    with pytest.raises(ValueError) as caught:
+        masks.dense(torch.ones(7, 7) > 0).dense(5)
+    assert len(str(caught.value).splitlines()[0]) < 120
+
+
 def test_to_moves_every_tensor() -> None:
     mask = masks.causal() & masks.document(IDS) - masks.lengths([5, 3], query=[1, 2])
     mask = mask | ~masks.keep(REAL) & masks.same(IDS, IDS) & masks.dense(torch.ones(7, 7) > 0)
-    mask = mask & masks.induction(TOKENS)
+    mask = mask & masks.induction(TOKENS) | masks.edges([(3, 0)])
     moved = mask.to("meta")
     sizes = Sizes(7, 7, 2)
     at = torch.arange(7, device="meta")
@@ -682,7 +770,10 @@ def traced(q: Tensor, ids: Tensor, filled: Tensor, real: Tensor) -> Tensor:
     everything = masks.everything()
     mask = masks.causal() & masks.document(ids) - masks.window(2) | masks.lengths(filled)
     return (
-        mask & masks.keep(real) | masks.induction(ids) | everything - masks.same(ids, ids)
+        mask & masks.keep(real)
+        | masks.induction(ids)
+        | everything - masks.same(ids, ids)
+        | masks.edges([(3, 5), (0, 6)])
     ).dense(len(q))
 
 
@@ -702,7 +793,8 @@ def test_masks_can_be_made_inside_of_a_compiled_function() -> None:
 def test_masks_can_be_exported_with_any_length() -> None:
     class Tile(torch.nn.Module):
         def forward(self, x: Tensor, real: Tensor) -> Tensor:
-            return (masks.causal() & masks.window(3) & masks.keep(real)).dense(x.shape[0])
+            mask = masks.causal() & masks.window(3) & masks.keep(real) - masks.edges([(1, 0)])
+            return mask.dense(x.shape[0])
 
     size = torch.export.Dim("size", min=2, max=64)
     example = (torch.ones(7), torch.tensor(REAL))

@@ -46,4 +46,6 @@ def _message(
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(getattr(value, "shape", value)))
+    shape = tuple(getattr(value, "shape", value))
+    # None is a size that fits every other.
+    return str(shape).replace("None", "any")

@@ -16,12 +16,15 @@ them: `to_sdpa`, `to_multihead`, `to_additive`, `to_flex`, and `from_...` back.
 
 from __future__ import annotations
 
+from typing import Any
+
 from clearhead.masks._convert import (
     from_additive,
     from_huggingface,
     from_multihead,
     from_sdpa,
 )
+from clearhead.masks._edges import edges
 from clearhead.masks._make import (
     dense,
     document,
@@ -33,7 +36,7 @@ from clearhead.masks._make import (
     where,
 )
 from clearhead.masks._mask import Block, Mask
-from clearhead.masks._parse import parse
+from clearhead.masks._parse import guess, parse
 from clearhead.masks._relative import (
     band,
     causal,
@@ -62,6 +65,7 @@ __all__ = [
     "diagonal",
     "document",
     "duplicate",
+    "edges",
     "everything",
     "first",
     "from_additive",
@@ -79,3 +83,10 @@ __all__ = [
     "where",
     "window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Say which mask a name may stand for that is not there."""
+    meant = "" if name.startswith("_") else guess(name)
+    also = f"; did you mean {meant}?" if meant else ""
+    raise AttributeError(f"module 'clearhead.masks' has no attribute {name!r}{also}")

@@ -205,7 +205,7 @@ def _agree(whole: Pair, left: Mask, right: Mask) -> Own:
         if a not in loose and b not in loose and a != b:
             raise value_error(
                 "mask",
-                f"{left._short()} is made for {how_many(a, name)}, {right._short()} for {b}",
+                f"{left._brief()} is made for {how_many(a, name)}, {right._brief()} for {b}",
                 shapes={
                     "left  (batch, head, query, source)": left.own,
                     "right (batch, head, query, source)": right.own,

@@ -394,7 +394,7 @@ def _check_last(mask: Mask, sizes: Sizes) -> None:
     if sizes.query > sizes.source:
         raise value_error(
             "mask",
-            f"{mask._short()}: the queries are the last sources, so there are at most as many",
+            f"{mask._brief()}: the queries are the last sources, so there are at most as many",
             shapes={"(query, source)": (sizes.query, sizes.source)},
             hint="same(query_ids, source_ids) takes the ids of both sides",
         )

@@ -18,7 +18,7 @@ Numbers = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 def lengths(
-    source: Tensor | Sequence[int] | int, query: Tensor | Sequence[int] | int | None = None
+    source: Tensor | Sequence[int] | int, *, query: Tensor | Sequence[int] | int | None = None
 ) -> Mask:
     """The first `source` sources of every sample are real, the rest is padding on the right.
 
@@ -186,6 +186,22 @@ def _takes_four(function: Callable[..., Any]) -> None:
         raise type_error("function", rule) from None
     except ValueError:
         pass  # some built-in functions have no signature
+
+
+def no_mask(name: str, given: Any) -> TypeError:
+    """Refuse what is neither a mask nor a tensor, with the way to say what it means."""
+    hint = "for example masks.causal(), or a bool tensor with True where a query may attend"
+    got = type(given).__name__
+    if isinstance(given, str):
+        hint = f"masks.parse({given!r}) reads an expression, such as that of masks.causal()"
+    elif isinstance(given, list | tuple):
+        hint = "masks.edges(pairs) takes (query, source) pairs, masks.dense(rows) rows of bools; "
+        hint += "most masks have a name, as masks.causal()"
+    elif callable(given):
+        got = f"the {got} {getattr(given, '__name__', '')}".rstrip()
+        ours = str(getattr(given, "__module__", "")).startswith("clearhead.masks")
+        hint = f"add (): masks.{given.__name__}()" if ours else "masks.where takes such functions"
+    return type_error(name, "is a Mask or a bool tensor (True = may attend)", got=got, hint=hint)
 
 
 def require_bool(name: str, tensor: Tensor) -> Tensor:

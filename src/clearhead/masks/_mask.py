@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22
 # More edges than this are not tested one by one to count or draw them (about ten seconds).
 PATIENCE = 1 << 32
+# Letters of an expression inside of an error.
+BRIEF = 48
 
 
 class Block(IntEnum):
@@ -55,6 +57,12 @@ class Mask:
     bool tensors. They never change, and two are equal only if they are the same object. torch 2.13
     cannot compile `~mask`: inside of a compiled function, write `masks.everything() - mask`.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # What Python's own errors say ("'Mask' object has no attribute ..."): every kind is a Mask
+        # to those who use it. The qualified name, by which pickle finds it, stays.
+        cls.__name__ = "Mask"
 
     own = Own()
     _rank = 4  # how tightly the expression binds: | 0, & 1, - 2, ~ 3, a call 4
@@ -94,8 +102,11 @@ class Mask:
             if own is not None and own != size and not (own == 1 and name in ("batch", "head")):
                 raise value_error(
                     "mask",
-                    f"{self._short()} is made for {how_many(own, name)}, the call has {size}",
-                    shapes={"mask (batch, head, query, source)": self.own, "call": tuple(sizes)},
+                    f"{self._brief()} is made for {how_many(own, name)}, the call has {size}",
+                    shapes={
+                        "mask (batch, head, query, source)": self.own,
+                        "call": tuple(getattr(sizes, name) for name in Own._fields),
+                    },
                     hint="make the mask from the data of this call",
                 )
 
@@ -477,6 +488,11 @@ class Mask:
 
     def _short(self) -> str:
         return self._text(full=False)
+
+    def _brief(self) -> str:
+        """The expression as an error has it: data is not poured out there."""
+        text = self._short()
+        return text if len(text) <= BRIEF else f"{text[:BRIEF].rstrip(' ,')} …"
 
     # Sizes.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clearhead.errors import type_error, value_error
-from clearhead.masks import _make, _relative
+from clearhead.masks import _edges, _make, _relative
 from clearhead.masks._compose import And, Minus, Not, Or
 from clearhead.masks._mask import Mask
 from clearhead.masks._relative import LARGEST
@@ -33,13 +33,35 @@ LEAVES: dict[str, Callable[..., Mask]] = {
         _make.induction,
         _make.duplicate,
         _make.dense,
+        _edges.edges,
     )
+}
+# What other libraries and papers call them: known in hints only.
+ALIASES = {
+    **dict.fromkeys(("all", "full", "bidirectional", "any", "ones"), "everything()"),
+    **dict.fromkeys(("none", "empty", "zeros"), "nothing()"),
+    **dict.fromkeys(("tril", "autoregressive", "future", "is_causal"), "causal()"),
+    **dict.fromkeys(("sliding", "sliding_window", "local"), "window(n)"),
+    **dict.fromkeys(("sinks", "sink", "global"), "first(n)"),
+    **dict.fromkeys(("padding", "pad"), "lengths([5, 3]), or keep(real) for padding on any side"),
+    **dict.fromkeys(("key_padding", "left_padding", "real"), "keep(real)"),
+    **dict.fromkeys(("documents", "packed", "segments"), "document(ids)"),
+    **dict.fromkeys(("tensor", "from_tensor", "bool"), "dense(tensor)"),
+    **dict.fromkeys(("pairs", "edge", "from_pairs"), "edges([(3, 0)])"),
+    "previous": "diagonal(1)",
+    "prefix_lm": "causal() | prefix(n)",
+}
+# How to write those that are often written otherwise.
+CALLS = {
+    "lengths": "lengths([5, 3]), a length for each sample; lengths(5, query=3) empties rows too",
+    "edges": "edges([(3, 0), (3, 1)]), pairs of query and source",
 }
 BARE = ("everything", "nothing", "causal")
 # In these, 1 and 0 may stand for True and False.
 BOOLS = ("keep", "dense")
 SIGNS = {ast.BitAnd: And, ast.BitOr: Or, ast.Sub: Minus}
 LONGEST, DEEPEST = 10_000, 100
+OPERATORS = "masks compose with & (both), | (either), - (without), ~ (all other edges)"
 SHOWN = 72
 
 
@@ -70,6 +92,13 @@ def parse(expression: str) -> Mask:
     return _Reader(text).read()
 
 
+def guess(name: str) -> str:
+    """What somebody may have meant by a name that is not there; empty where nothing is near."""
+    if name.lower() in ALIASES:
+        return ALIASES[name.lower()]
+    return " or ".join(difflib.get_close_matches(name[:40].lower(), LEAVES, n=3, cutoff=0.5))
+
+
 class _Reader:
     """Reads one expression, and knows its text to point into it."""
 
@@ -82,7 +111,7 @@ class _Reader:
             tree = ast.parse(self.text.strip(), mode="eval")
         except SyntaxError as error:
             at = lead + max(error.offset or 1, 1) - 1
-            raise self.error(f"cannot be read: {error.msg}", at) from None
+            raise self.error(f"cannot be read: {error.msg}", at, hint=OPERATORS) from None
         except (RecursionError, MemoryError):
             raise self.error("is nested too deeply", lead) from None
         self.lead = lead
@@ -135,7 +164,7 @@ class _Reader:
         make = LEAVES.get(name.id)
         if make is None:
             raise self.unknown(name)
-        call = f"{name.id}({', '.join(inspect.signature(make).parameters)})"
+        call = CALLS.get(name.id) or f"{name.id}({', '.join(inspect.signature(make).parameters)})"
         if node is name and name.id not in BARE:
             raise self.wrong(node, f"{name.id} takes arguments", hint=f"write {call}")
         bools = name.id in BOOLS
@@ -157,12 +186,13 @@ class _Reader:
             raise self.wrong(node, problem, hint=hints[0] if hints else None) from None
 
     def unknown(self, name: ast.Name) -> ValueError:
-        near = difflib.get_close_matches(name.id[:40].lower(), LEAVES, n=3, cutoff=0.5)
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        hint = None if near else f"masks: {', '.join(LEAVES)}"
+        meant, hint = guess(name.id), None
         if name.id == "where":
             hint = "where(function) takes Python code, so it is for programs only"
-        return self.wrong(name, f"{_cut(name.id)!r} is no mask{meant}", hint=hint)
+        elif not meant:
+            hint = f"masks: {', '.join(LEAVES)}"
+        also = f"; did you mean {meant}?" if meant else ""
+        return self.wrong(name, f"{_cut(name.id)!r} is no mask{also}", hint=hint)
 
     def option(self, option: ast.keyword, call: str, make: Callable[..., Mask], bools: bool) -> Any:
         if option.arg not in inspect.signature(make).parameters:
@@ -212,7 +242,7 @@ def _advice(node: ast.AST) -> str:
     if isinstance(node, ast.BoolOp | ast.UnaryOp):
         return "write & for and, | for or, ~ for not; a - b is a without b"
     if isinstance(node, ast.BinOp):
-        return "masks compose with & (both), | (either), - (without), ~ (all other edges)"
+        return OPERATORS
     return f"masks: {', '.join(LEAVES)}"
 
 

@@ -18,6 +18,20 @@ LARGEST = 2**53
 Align = Literal["end", "start"] | int
 
 
+def standing(align: Align, query: int, source: int) -> int:
+    """The source position at which query 0 stands."""
+    if isinstance(align, str):
+        return source - query if align == "end" else 0
+    return align
+
+
+def named_align(align: Align, full: bool) -> str:
+    """The argument of an expression; without `full` only where it is not the usual one."""
+    if align == "end" and not full:
+        return ""
+    return f', align="{align}"' if isinstance(align, str) else f", align={align}"
+
+
 class Everything(Mask):
     """All edges."""
 
@@ -95,14 +109,12 @@ class Relative(Mask):
     def __init__(
         self, name: str, given: tuple[int, ...], low: int | None, high: int | None, align: Align
     ):
-        self.name, self.given, self.align = name, given, align
+        self.name, self.given = name, given
+        self.align: Align = align
         self.low, self.high = low, high
 
     def _offset(self, query: int, source: int) -> int:
-        """The source position at which query 0 stands."""
-        if isinstance(self.align, str):
-            return source - query if self.align == "end" else 0
-        return self.align
+        return standing(self.align, query, source)
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         after = j - (i + self._offset(sizes.query, sizes.source))
@@ -113,12 +125,8 @@ class Relative(Mask):
         return (after >= self.low) & (after <= self.high)
 
     def _text(self, full: bool) -> str:
-        given = [str(number) for number in self.given]
-        if full or self.align != "end":
-            given.append(
-                f'align="{self.align}"' if isinstance(self.align, str) else f"align={self.align}"
-            )
-        return f"{self.name}({', '.join(given)})"
+        given = "".join(f", {number}" for number in self.given) + named_align(self.align, full)
+        return f"{self.name}({given.removeprefix(', ')})"
 
     def _block(
         self, top: int, bottom: int, left: int, right: int, query: int, source: int
@@ -180,7 +188,7 @@ def causal(align: Align = "end") -> Mask:
     source (right for a KV cache), "start" the first query at source 0 (`is_causal` of torch), and
     an integer is the position of the first query (for a cache that is not filled to its end).
     """
-    return Relative("causal", (), None, 0, _align(align))
+    return Relative("causal", (), None, 0, read_align(align))
 
 
 def window(n: int, align: Align = "end") -> Mask:
@@ -197,7 +205,7 @@ def window(n: int, align: Align = "end") -> Mask:
     """
     hint = "nothing() allows no edge, causal() is a window without a limit"
     n = _whole("n", n, 1, "counts the own position, so it is at least 1", hint)
-    return Relative("window", (n,), 1 - n, 0, _align(align))
+    return Relative("window", (n,), 1 - n, 0, read_align(align))
 
 
 def band(before: int, after: int, align: Align = "end") -> Mask:
@@ -216,7 +224,7 @@ def band(before: int, after: int, align: Align = "end") -> Mask:
     rule = "is a distance in positions, 0 or more"
     before = _whole("before", before, 0, rule, hint)
     after = _whole("after", after, 0, rule, hint)
-    return Relative("band", (before, after), -before, after, _align(align))
+    return Relative("band", (before, after), -before, after, read_align(align))
 
 
 def diagonal(distance: int, align: Align = "end") -> Mask:
@@ -232,7 +240,7 @@ def diagonal(distance: int, align: Align = "end") -> Mask:
     `align` as in `causal`.
     """
     distance = _whole("distance", distance, None)
-    return Relative("diagonal", (distance,), -distance, -distance, _align(align))
+    return Relative("diagonal", (distance,), -distance, -distance, read_align(align))
 
 
 def first(n: int) -> Mask:
@@ -264,7 +272,7 @@ def prefix(n: int) -> Mask:
     return First("prefix", _whole("n", n, 0, "counts sources, so it is 0 or more"))
 
 
-def _align(align: Align) -> Align:
+def read_align(align: Align) -> Align:
     if isinstance(align, int | torch.SymInt) and not isinstance(align, bool):
         return _whole("align", align, None)
     if align not in ("end", "start"):
