@@ -42,8 +42,9 @@ $(OLD)/.fetched: $(STAMP)
 sanitize: $(STAMP)  ## run the kernel's tests under address, undefined-behaviour and thread sanitizers
 	PYTHON=$(BIN)/python native/sanitize.sh
 
-fuzz: $(STAMP)  ## send 100,000 random problems through the kernel
+fuzz: $(STAMP)  ## send 100,000 random problems through the kernel, and 20,000 backward
 	$(BIN)/python -m tests.fuzz_native 100000
+	$(BIN)/python -m tests.fuzz_gradients 20000
 
 check: $(STAMP)  ## format, lint and types
 	$(BIN)/ruff format --check

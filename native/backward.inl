@@ -249,6 +249,7 @@ struct Gradient {
     if (more) {
       changes.add(from, n, grads);
       if (masked) clear_blocked(grads, n, bits);
+      if (masked && call.softcap != 0) clear_blocked(slope, n, bits);
       differentiate_more(n);
       if (work.dbias.data) add_bias(from, n);
     }

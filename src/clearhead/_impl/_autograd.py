@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,12 +31,17 @@ def wants_gradient(problem: Problem) -> bool:
 
 def bare(problem: Problem) -> Problem:
     """The problem without its tensors, as a backward may keep it."""
-    return replace(problem, **dict.fromkeys(FIELDS))
+    return filled(problem, (None,) * len(FIELDS))
 
 
 def filled(problem: Problem, tensors: Sequence[Any]) -> Problem:
     """The problem with these tensors in their places."""
-    return replace(problem, **dict(zip(FIELDS, tensors, strict=True)))
+    query, key, value, bias, sinks = tensors
+    # A third of the time that dataclasses.replace takes.
+    return Problem(
+        query, key, value, problem.mask, problem.scale, bias, problem.softcap, sinks,
+        problem.dropout, problem.seed,
+    )  # fmt: skip
 
 
 def pull(

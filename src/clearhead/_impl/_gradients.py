@@ -30,7 +30,8 @@ def backward(
     `out`, `lse` and `softmax` are what the forward kept, `grad` is the gradient of the context and
     `changes` those of the readings.
     """
-    given = torch.zeros_like(out) if grad is None else _kernel.four(grad.to(out.dtype))
+    given = torch.zeros_like(out) if grad is None else _kernel.four(grad)
+    given = given if given.dtype == out.dtype else given.to(out.dtype)
     sums = BiasSums(inputs.problem) if needs[3] else None
     found: list[Tensor | None] = list(_run(inputs, out, softmax, given, changes, sums))
     problem = inputs.problem
@@ -70,8 +71,9 @@ def _run(
         if wide:
             total[0].add_(dk)
             total[1].add_(dv)
-    dk, dv = total
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    if wide:
+        dq, dk, dv = (x.to(q.dtype) for x in (dq, *total))
+    return dq, dk, dv
 
 
 def _like(x: Tensor, wide: bool) -> Tensor:

@@ -239,7 +239,7 @@ class Results:
     """What the kernel fills beside the context: made to measure, handed out as reading values."""
 
     def __init__(self, inputs: Inputs, read: tuple[Reading, ...], graph: bool):
-        self.inputs, self.read = inputs, read
+        self.inputs, self.read, self.kinds = inputs, read, {type(reading) for reading in read}
         self.shape = tuple(inputs.query.shape[:3])
         self.source = inputs.key.shape[2]
         # What the backward needs: the largest score of each row, and one over its sum.
@@ -256,6 +256,8 @@ class Results:
         self.slots = max(
             1, min(SLOTS // (self.shape[0] * self.shape[1]), -(-self.shape[2] // _native.block()))
         )
+        if not read:
+            return
         if top := max((r.k for r in read if isinstance(r, readings.TopK)), default=0):
             self.top = self._new(*self.shape, top), torch.empty(*self.shape, top, dtype=torch.int64)
         if self._wants(readings.Received):
@@ -268,7 +270,7 @@ class Results:
             self._make_rows()
 
     def _wants(self, kind: type) -> bool:
-        return any(type(reading) is kind for reading in self.read)
+        return kind in self.kinds
 
     @staticmethod
     def _new(*shape: int) -> Tensor:

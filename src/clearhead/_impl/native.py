@@ -68,8 +68,11 @@ def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[An
                 return _kernel.context(problem), []
             return _forward(problem, read)[:2]
         specs: list[Any] = []
-        context, *flat = _Native.apply(problem, read, specs, *tensors_of(problem))  # type: ignore[misc]
-        return context, pytree.tree_unflatten(flat, specs[0]) if read else []
+        found: Any = _Native.apply(problem, read, specs, *tensors_of(problem))
+        if not read:
+            return found, []
+        context, *flat = found
+        return context, pytree.tree_unflatten(flat, specs[0])
     except _kernel.OutOfRange:
         # Whether it is raised hangs on the context alone: looking changes nothing.
         return _out_of_range(problem, read)
@@ -119,18 +122,20 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
         context, values, results = _forward(problem, read, graph=True)
-        flat, spec = pytree.tree_flatten(values)
-        specs.append(spec)
-        ctx.problem, ctx.read, ctx.spec = bare(problem), read, spec
+        ctx.problem, ctx.read = bare(problem), read
+        ctx.set_materialize_grads(False)
+        if not read:
+            ctx.save_for_backward(*inputs, context, results.lse, results.softmax)
+            return context
+        flat, ctx.spec = pytree.tree_flatten(values)
+        specs.append(ctx.spec)
         # The gradients of some readings need the value.
         kept = [x for r, v in zip(read, values, strict=True) if type(r) in _changes.KEPT
                 for x in pytree.tree_leaves(v)]  # fmt: skip
         ctx.save_for_backward(*inputs, context, results.lse, results.softmax, *kept)
-        ctx.set_materialize_grads(False)
         flat = [x.view_as(x) for x in flat]
-        if read:
-            shown = pytree.tree_unflatten(flat, spec)
-            ctx.mark_non_differentiable(*(x.max for x in shown if isinstance(x, BlockMapValue)))
+        shown = pytree.tree_unflatten(flat, ctx.spec)
+        ctx.mark_non_differentiable(*(x.max for x in shown if isinstance(x, BlockMapValue)))
         return context, *flat
 
     @staticmethod

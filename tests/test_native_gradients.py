@@ -1,0 +1,274 @@
+"""The kernel's gradients on every instruction set: bias, sinks, readings, transforms, fuzz."""
+
+# Lists of tensors are spread over arguments of other types too.
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import clearhead as ch
+from clearhead import masks, readings
+from clearhead._impl import _kernel, native
+from tests import fuzz_gradients
+
+kernel: Any = _kernel._native
+ISAS = kernel.available() if kernel else []
+if kernel is None:
+    pytest.skip(_kernel.MISSING, allow_module_level=True)
+
+HALF = masks.causal() & (masks.window(9) | masks.first(3))
+READ = {
+    "log-sum-exp": readings.LogSumExp(),
+    "entropy": readings.Entropy(),
+    "normalized entropy": readings.Entropy(normalized=True),
+    "mass": readings.Mass(masks.first(2)),
+    "distance": readings.Distance(),
+    "received": readings.Received(),
+    "rows": readings.Rows([0, -1, 0]),
+    "weights": readings.Weights(),
+    "top": readings.TopK(3),
+    "block map": readings.BlockMap(4),
+}
+BIASES = [
+    (67, 70), (4, 67, 70), (2, 1, 67, 70), (2, 4, 67, 70), (70,), (67, 1), (4, 1, 1), (1,),
+    (2, 1, 1, 70), (4, 1, 70), (1, 4, 67, 1),
+]  # fmt: skip
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernel.choose(request.param)
+    assert kernel.isa() == request.param
+    yield request.param
+    kernel.choose("")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is handed on to the next implementation."""
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the kernel has this gradient itself")
+
+    monkeypatch.setattr(native, "_through_rest", refuse)
+
+
+def given(seed: int = 0, query: int = 67, source: int = 70, **more: tuple[int, ...]) -> dict:
+    """Leaves of a small problem with grouped heads, and whatever else is named by its shape."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"query": (2, 4, query, 16), "key": (2, 2, source, 16), "value": (2, 2, source, 12)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in {**shapes, **more}.items()}
+
+
+def gradients(impl: str, inputs: dict, dtype: Any = None, **call: Any) -> list[Tensor]:
+    """Of a weighted sum of everything that comes out and has a gradient."""
+    leaves = {n: x.to(dtype or x.dtype).clone().requires_grad_() for n, x in inputs.items()}
+    context, values = ch.attend(**leaves, impl=impl, **{"read": (), **call})
+    draw = torch.Generator().manual_seed(1)
+    outputs = [context, *(v[0] if isinstance(v, tuple) else v for v in values)]
+    pulls = [torch.randn(x.shape, generator=draw).to(x.dtype) for x in outputs]
+    return list(torch.autograd.grad(outputs, [*leaves.values()], pulls))
+
+
+def agree(inputs: dict, **call: Any) -> None:
+    """At most twice the error of the reference in fp32, and what the terms round to."""
+    ours, theirs = (gradients(impl, inputs, **call) for impl in ("native", "reference"))
+    right = gradients("reference", inputs, torch.float64, **call)
+    for a, b, c in zip(ours, theirs, right, strict=True):
+        # Sums over a row, and of a bias over many rows: their terms are as large as a gradient.
+        rounding = torch.finfo(torch.float32).eps * 70 * (1 + c.abs().max())
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + rounding
+
+
+class TestReadings:
+    @pytest.mark.parametrize("name", READ)
+    @pytest.mark.parametrize("mask", [None, masks.causal(), masks.lengths([50, 3])])
+    def test_one_at_a_time(self, isa: str, alone: None, name: str, mask: Any) -> None:
+        agree(given(), mask=mask, read=(READ[name],))
+
+    def test_all_at_once_with_everything(self, isa: str, alone: None) -> None:
+        read = tuple(r for r in READ.values() if getattr(r, "normalized", False) is False)
+        inputs = given(sinks=(4,), bias=(4, 67, 70))
+        agree(inputs, mask=HALF, read=read, softcap=3.0, scale=0.4)
+
+    def test_only_a_reading_has_a_gradient(self, isa: str, alone: None) -> None:
+        leaves = {n: x.requires_grad_() for n, x in given().items()}
+        _, entropy = ch.attend(**leaves, read=readings.Entropy(), impl="native")
+        entropy.sum().backward()
+        assert leaves["query"].grad.any()
+        assert not leaves["value"].grad.any()
+
+    def test_gradients_at_blocked_edges_do_not_count(self, isa: str, alone: None) -> None:
+        leaves = {n: x.requires_grad_() for n, x in given(query=70).items()}
+        _, weights = ch.attend(**leaves, mask=HALF, read=readings.Weights(), impl="native")
+        (weights * weights.log()).nan_to_num(0).sum().backward()
+        assert all(x.grad.isfinite().all() for x in leaves.values())
+
+    @pytest.mark.parametrize("read", [readings.Overlap(), readings.Scores()])
+    def test_what_the_kernel_lacks_comes_from_the_next(
+        self, isa: str, monkeypatch: pytest.MonkeyPatch, read: Any
+    ) -> None:
+        asked, through = [], native._through_rest
+
+        def spy(problem: Any, others: Any, *args: Any) -> Any:
+            asked.append((others, args[0][0]))
+            return through(problem, others, *args)
+
+        monkeypatch.setattr(native, "_through_rest", spy)
+        agree(given(), read=(readings.Entropy(), read))
+        assert asked == [((read,), None)]
+
+    def test_the_largest_weights_of_a_block_map_have_no_gradient(self, isa: str) -> None:
+        leaves = {n: x.requires_grad_() for n, x in given().items()}
+        _, value = ch.attend(**leaves, read=readings.BlockMap(3), impl="native")
+        assert value.mean.requires_grad
+        assert not value.max.requires_grad
+
+
+class TestBias:
+    @pytest.mark.parametrize("shape", BIASES)
+    def test_any_broadcast(self, isa: str, alone: None, shape: tuple[int, ...]) -> None:
+        agree(given(bias=shape), mask=masks.causal())
+
+    def test_two_batch_axes(self, isa: str, alone: None) -> None:
+        inputs = given(bias=(3, 1, 1, 67, 1))
+        for name in ("query", "key", "value"):
+            inputs[name] = inputs[name].expand(3, *inputs[name].shape)
+        agree(inputs, read=(readings.Entropy(), readings.Received()))
+
+    def test_blocked_edges_and_empty_rows_have_none(self, isa: str, alone: None) -> None:
+        inputs = given(bias=(67, 70))
+        inputs["bias"][:5], inputs["bias"][:, 60:] = -torch.inf, -torch.inf
+        found = gradients("native", inputs)
+        assert not found[3][:5].any()
+        assert not found[3][:, 60:].any()
+        assert not found[1][:, :, 60:].any()
+        agree(inputs)
+
+    def test_memory_is_that_of_the_bias(self, isa: str, alone: None) -> None:
+        """The sums of a bias for all heads are as large as it, whatever the heads and samples."""
+        from clearhead._impl._gradients import BiasSums
+        from clearhead._impl.problem import Problem
+
+        q = torch.ones(3, 5, 7, 2)
+        for shape in ((7, 9), (9,), (5, 1, 9), (3, 1, 7, 1)):
+            problem = Problem(q, q, q, None, 1.0, torch.ones(shape))
+            assert BiasSums(problem).sums.numel() == problem.bias.numel()
+
+    @pytest.mark.parametrize("threads", [1, 2, 3])
+    def test_equal_bits(self, isa: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        try:
+            for shape in ((67, 70), (67, 1)):
+                inputs = given(bias=shape, sinks=(4,))
+                call = {"mask": masks.causal(), "read": (readings.Received(), readings.TopK(2))}
+                first, second = (gradients("native", inputs, **call) for _ in range(2))
+                assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        finally:
+            torch.set_num_threads(1)
+
+
+class TestParts:
+    def test_bytes_in_parts(self, isa: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_kernel, "RANGES", 1)
+        monkeypatch.setattr(_kernel, "EDGES", 1)
+        read = (readings.Mass(HALF), readings.Received(), readings.Rows([3]), readings.BlockMap(3))
+        agree(given(bias=(67, 70)), mask=HALF, read=read)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision(self, isa: str, alone: None, dtype: torch.dtype) -> None:
+        inputs = {n: x.to(dtype) for n, x in given(bias=(67, 70)).items()}
+        read = (readings.Entropy(), readings.Received(), readings.Weights())
+        ours = gradients("native", inputs, mask=masks.causal(), read=read)
+        right = gradients("reference", inputs, torch.float64, mask=masks.causal(), read=read)
+        for a, b in zip(ours, right, strict=True):
+            assert a.dtype == dtype
+            assert (a - b).abs().max() <= 8 * torch.finfo(dtype).eps * (1 + b.abs().max())
+
+
+class TestTorch:
+    def test_double_backward_is_handed_on_and_right(self, isa: str) -> None:
+        found = []
+        for impl in ("native", "reference"):
+            leaves = {n: x.double() if impl == "reference" else x for n, x in given().items()}
+            leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+            context, entropy = ch.attend(**leaves, read=readings.Entropy(), impl=impl)
+            total = context.square().sum() + entropy.sum()
+            first = torch.autograd.grad(total, [*leaves.values()], create_graph=True)
+            found.append(
+                torch.autograd.grad(sum(x.square().sum() for x in first), [*leaves.values()])
+            )
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
+
+    def test_forward_mode_is_handed_on_by_name_and_right(self, isa: str) -> None:
+        inputs = given()
+        with forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(x, torch.ones_like(x)) for n, x in inputs.items()}
+            with pytest.raises(ValueError, match="forward-mode"):
+                ch.attend(**duals, impl="native")
+            tangent = forward_ad.unpack_dual(ch.attend(**duals)).tangent
+            right = forward_ad.unpack_dual(ch.attend(**duals, impl="reference")).tangent
+        torch.testing.assert_close(tangent, right)
+
+    def test_autocast(self, isa: str, alone: None) -> None:
+        leaves = {n: x.requires_grad_() for n, x in given(bias=(67, 70)).items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            context, mass = ch.attend(**leaves, read=readings.Mass(masks.first(1)), impl="native")
+        assert context.dtype == torch.bfloat16
+        (context.float().square().sum() + mass.sum()).backward()
+        wide = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
+        context, mass = ch.attend(**wide, read=readings.Mass(masks.first(1)), impl="reference")
+        (context.square().sum() + mass.sum()).backward()
+        for ours, right in zip(leaves.values(), wide.values(), strict=True):
+            assert ours.grad.dtype == torch.float32
+            assert (ours.grad - right.grad).abs().max() <= 2**-5 * (1 + right.grad.abs().max())
+
+    def test_compiled_gradients_of_bias_and_sinks(self) -> None:
+        inputs = given(bias=(4, 1, 70), sinks=(4,))
+
+        @torch.compile(fullgraph=True)
+        def call(**leaves: Tensor) -> Tensor:
+            return ch.attend(**leaves, mask=masks.causal(), impl="native")
+
+        found = []
+        for attend in (call, lambda **x: ch.attend(**x, mask=masks.causal(), impl="native")):
+            leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                attend(**leaves).square().sum().backward()
+            found.append([x.grad for x in leaves.values()])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class TestFuzz:
+    def test_some(self, isa: str) -> None:
+        for seed in range(60):
+            fuzz_gradients.check(seed)
+
+    def test_a_lie_is_caught(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = fuzz_gradients.draw
+
+        def shifted(seed: int) -> fuzz_gradients.Drawn:
+            drawn = honest(seed)
+            drawn.allowed = drawn.allowed.roll(1, -1)
+            return drawn
+
+        monkeypatch.setattr(fuzz_gradients, "draw", shifted)
+        assert sum(_fails(seed) for seed in range(60)) > 15
+
+
+def _fails(seed: int) -> bool:
+    try:
+        fuzz_gradients.check(seed)
+    except AssertionError:
+        return True
+    return False
