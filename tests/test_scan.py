@@ -457,7 +457,7 @@ def test_misuse_is_refused_before_any_work(corpus: Path, tmp_path: Path, capsys:
         ([corpus, "--out", out, "--length", 4000], "--length: the model reads"),
         ([corpus, "--out", out, "--every", "nan"], "--every: must be a number of seconds"),
         ([corpus, "--out", out, "--limit", 0], "--limit: must be at least 1"),
-        ([corpus, "--out", out, "--model", tmp_path / "no"], "--model: no such file"),
+        ([corpus, "--out", out, "--model", tmp_path / "no"], "no such file or directory"),
     ]
     for arguments, message in cases:
         assert scan(*arguments) == 2, arguments
