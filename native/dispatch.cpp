@@ -6,6 +6,11 @@
 #include <omp.h>
 #endif
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#define CLEARHEAD_MAPS
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -49,17 +54,30 @@ const Kernel* find(const std::string& name) {
 std::atomic<const Kernel*> chosen{nullptr};
 
 // Memory that a thread keeps from call to call, so that big strips are not faulted in every time.
+// It is mapped where that can be: a block that stays would pin the heap at the size it has by then.
 struct Scratch {
   char* memory = nullptr;
   size_t size = 0;
-  ~Scratch() { std::free(memory); }
+  ~Scratch() { release(); }
   char* at_least(size_t bytes) {
     if (bytes <= size) return memory;
-    std::free(memory);
+    release();
     size = (bytes + 4095) & ~(size_t)4095;
+#ifdef CLEARHEAD_MAPS
+    void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memory = mapped == MAP_FAILED ? nullptr : (char*)mapped;
+#else
     memory = (char*)std::aligned_alloc(4096, size);
+#endif
     if (!memory) size = 0;
     return memory;
+  }
+  void release() {
+#ifdef CLEARHEAD_MAPS
+    if (memory) munmap(memory, size);
+#else
+    std::free(memory);
+#endif
   }
 };
 thread_local Scratch scratch;

@@ -465,9 +465,6 @@ class _Watcher(Handler):
         value = _detached(values[0] if self.single else tuple(values))
         if self.on_call is None:
             value = kept.keep(value)
-        if isinstance(value, kept.Kept):
-            del values
-            kept.trim()
         record = Record(
             value=value,
             layer=call.layer,

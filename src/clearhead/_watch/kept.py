@@ -8,8 +8,6 @@ the heap; ordinary tensors are made of it once they are asked for.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
 import threading
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Kept", "keep", "trim"]
+__all__ = ["Kept", "keep"]
 
 # Fewer bytes are not worth the pages; glibc maps as large a tensor by itself.
 _LEAST, _MOST = 1 << 16, 1 << 25
@@ -26,8 +24,8 @@ _LEAST, _MOST = 1 << 16, 1 << 25
 _ALIGNED = 64
 # Private: a process forked from this one has pages of its own.
 _FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-# Most of what is kept are positions, which the readings give in int64.
-_NARROW = torch.uint8, torch.uint16, torch.int32
+# Most of what is kept are positions, which the readings give in int64, with -1 for none.
+_NARROW = torch.uint8, torch.int16, torch.int32
 _lock = threading.Lock()
 
 
@@ -114,21 +112,3 @@ def _narrow(x: Tensor) -> torch.dtype:
     least, most = (int(end) for end in torch.aminmax(x))
     fit = (d for d in _NARROW if torch.iinfo(d).min <= least and most <= torch.iinfo(d).max)
     return next(fit, x.dtype)
-
-
-def trim() -> None:
-    """Give free pages of the heap back, where the C library can: the gaps stay, and weigh nothing.
-
-    glibc (up to 2.37 at least) does not find the gap that an aligned tensor left when the next one
-    of the same size comes, so that a heap with kept blocks in it grows.
-    """
-    if release := _release():
-        release(0)
-
-
-@functools.cache
-def _release() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return None

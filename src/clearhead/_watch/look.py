@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ __all__ = [
 
 # Numbers in one strip of scores: 4 MiB of float32.
 _STRIP = 1 << 20
+# A matrix of so many numbers is large.
+_LARGE = 1 << 17
 
 
 def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
@@ -70,7 +72,11 @@ def _sizes(call: Call) -> Sizes:
     return Sizes(query, source, batch, heads)
 
 
-def strip(call: Call, rows: Sequence[int]) -> Strip:
+def strip(
+    call: Call,
+    rows: Sequence[int],
+    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> Strip:
     """Weigh some rows of the call, ascending, over all of its sources."""
     if call.scores is not None:
         return _given(call, rows)
@@ -79,7 +85,7 @@ def strip(call: Call, rows: Sequence[int]) -> Strip:
     device, source = call.query.device, call.key.shape[2]
     at = torch.tensor(list(rows), dtype=torch.int64, device=device)
     columns = torch.arange(source, device=device)
-    scores = _scores(call, at, columns)
+    scores = _scores(call, at, columns, product)
     logits = scores
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).reshape(-1, 1, 1)
@@ -88,15 +94,15 @@ def strip(call: Call, rows: Sequence[int]) -> Strip:
     return Strip.of(scores, lse=lse, queries=at, query=call.sizes[2], source=source)
 
 
-def _scores(call: Call, at: Tensor, columns: Tensor) -> Tensor:
+def _scores(call: Call, at: Tensor, columns: Tensor, product: Any) -> Tensor:
     assert call.query is not None
     assert call.key is not None
     problem = call.problem
     batch, heads, _, width = call.query.shape
     shared = call.key.shape[1]
     query = call.query[:, :, at].to(problem.dtype).reshape(batch, shared, -1, width)
-    scores = (query @ call.key.to(problem.dtype).mT).reshape(batch, heads, len(at), len(columns))
-    scores = scores * problem.scale
+    scores = product(query, call.key.to(problem.dtype).mT)
+    scores = scores.reshape(batch, heads, len(at), len(columns)) * problem.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
@@ -178,14 +184,27 @@ def difference(call: Call, context: Tensor, rows: Sequence[int]) -> float | None
     """Recompute sampled rows and give the largest difference from the model's own context."""
     if call.dropout or call.value is None or not rows or not context.numel():
         return None
-    piece = strip(call, rows)
+    piece = strip(call, rows, few_rows)
     batch, heads, _, source = piece.weights.shape
     value = call.value.to(piece.weights.dtype)
     shared = value.shape[1]
     weights = piece.weights.reshape(batch, shared, -1, source)
-    again = (weights @ value).reshape(batch, heads, len(rows), -1)
+    again = few_rows(weights, value).reshape(batch, heads, len(rows), -1)
     own = context[:, :, list(rows)].to(again.dtype)
     return float((again - own).abs().max())
+
+
+def few_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply a few rows, (batch, head, row, inner), by (batch, head, inner, column).
+
+    Not by BLAS where the matrix is large: it keeps the buffers of its first large call, and among
+    the tensors of a model, which come and go, those pin the heap at the size that it has by then.
+    """
+    if right.shape[-1] * right.shape[-2] < _LARGE or not right.is_cpu:
+        return left @ right
+    pairs = [pair for both in zip(left, right, strict=True) for pair in zip(*both, strict=True)]
+    sums = [torch.stack([(row[:, None] * matrix).sum(0) for row in rows]) for rows, matrix in pairs]
+    return torch.stack(sums).unflatten(0, left.shape[:2])
 
 
 def tolerance(context: Tensor) -> float:
