@@ -46,16 +46,26 @@ BREACHES: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("devices", {"key": K.to("meta")}, ValueError, ("one device", "key on meta", ".to(")),
     ("sparse", {"key": K.to_sparse()}, TypeError, ("strided", "masks.document")),
     ("0/1 mask", {"mask": torch.ones(5, 7)}, TypeError,
+     ("mask", "bool tensor", "float32", "mask.bool()", "(5, 7)")),
+    ("float mask", {"mask": torch.full((5, 7), -1e4)}, TypeError,
      ("mask", "bool tensor", "float32", "bias=", "masks.from_additive", "(5, 7)")),
-    ("int mask", {"mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError,
-     ("mask", "int64", "mask == 1")),
+    ("0/1 int mask", {"mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError,
+     ("mask", "int64", "mask.bool()")),
+    ("int mask", {"mask": torch.full((5, 7), 3)}, TypeError, ("mask", "int64", "mask == 1")),
     ("list mask", {"mask": [[True]]}, TypeError, ("mask", "list", "masks.causal()")),
-    ("the word", {"mask": "causal"}, TypeError, ("mask", "str", "masks.causal()")),
-    ("the function", {"mask": masks.causal}, TypeError, ("mask", "function")),
+    ("pairs", {"mask": [(3, 0)]}, TypeError, ("mask", "list", "masks.edges(pairs)")),
+    ("the word", {"mask": "causal"}, TypeError, ("mask", "str", "masks.parse('causal')")),
+    ("the function", {"mask": masks.causal}, TypeError, ("function causal", "add (): masks.caus")),
+    ("a function", {"mask": lambda b, h, q, k: q > k}, TypeError, ("function", "masks.where")),
+    ("torch's name", {"is_causal": True}, TypeError, ("is_causal=", "mask=masks.causal()")),
+    ("torch's name", {"attn_mask": BOOL}, TypeError, ("attn_mask=", "mask=", "bias=")),
+    ("torch's name", {"need_weights": True}, TypeError, ("need_weights=", "read=readings.Weights")),
+    ("torch's name", {"dropout_p": 0.1}, TypeError, ("dropout_p=", "dropout=")),
+    ("no name", {"softmax": 1}, TypeError, ("softmax=", "help(clearhead.attend)")),
     ("mask size", {"mask": BOOL.T}, ValueError, ("mask", "broadcasts", "(7, 5)", "(2, 6, 5, 7)")),
     ("mask rank", {"mask": BOOL[None, None, None]}, ValueError, ("mask", "(1, 1, 1, 5, 7)")),
     ("mask for samples", {"mask": torch.ones(2, 7, dtype=torch.bool)}, ValueError,
-     ("mask", "axes of 1 for heads and queries")),
+     ("mask", "axes of 1 for heads and queries", "masks.keep(mask)")),
     ("mask device", {"mask": BOOL.to("meta")}, ValueError, ("mask on meta",)),
     ("Mask size", {"mask": masks.document(torch.zeros(20, dtype=torch.int64))}, ValueError,
      ("20", "7")),
@@ -76,7 +86,7 @@ BREACHES: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("dropout", {"dropout": float("nan")}, ValueError, ("dropout", "nan")),
     ("dropout", {"dropout": "0.1"}, TypeError, ("dropout", "str")),
     ("impl", {"impl": "fast"}, ValueError, ("impl", "native, tiled, reference", "fast")),
-    ("class", {"read": readings.Weights}, TypeError, ("read", "class Weights", "Weights()")),
+    ("class", {"read": readings.Weights}, TypeError, ("class Weights", "add (): Weights()")),
     ("string", {"read": "weights"}, TypeError, ("read", "'weights'")),
     ("one wrong", {"read": (readings.Weights(), 3)}, TypeError, ("read", "got 3")),
     ("row", {"read": readings.Rows([5])}, ValueError, ("queries", "0..4", "got 5")),
@@ -95,6 +105,57 @@ def test_a_breach_is_explained(
         ch.attend(**given)
     for piece in pieces:
         assert piece in str(caught.value), str(caught.value)
+
+
+class TestWarnings:
+    """What is allowed and seldom meant is done as it is said, with a warning."""
+
+    FUTURE = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    X = torch.randn(2, 3, 5, 4)
+
+    @pytest.mark.parametrize("mask", [FUTURE, FUTURE[None, None], FUTURE.expand(2, 3, 5, 5)])
+    def test_a_mask_of_the_future(self, mask: torch.Tensor) -> None:
+        with pytest.warns(UserWarning, match=r"~mask, or masks\.from_multihead\(mask\)") as caught:
+            backwards = ch.attend(self.X, self.X, self.X, mask)
+        assert [w.filename for w in caught] == [__file__]
+        assert (backwards[..., -1, :] == 0).all()
+        assert torch.equal(backwards, ch.attend(self.X, self.X, self.X, ~masks.causal()))
+
+    def test_it_names_the_line_that_called_a_layer(self) -> None:
+        layer, x = ch.MultiheadAttention(4, 2, batch_first=True), torch.randn(1, 5, 4)
+        with pytest.warns(UserWarning, match="only what lies after it") as caught:
+            layer(x, x, x, mask=self.FUTURE)
+        assert [w.filename for w in caught] == [__file__]
+
+    @pytest.mark.parametrize("change", [(0, 0), (4, 0), (4, 4), (2, 2), (0, 4), (1, 2), (3, 2)])
+    def test_another_mask_is_taken_as_it_is(self, change: tuple[int, int]) -> None:
+        mask = self.FUTURE.clone()
+        mask[change] ^= True
+        ch.attend(self.X, self.X, self.X, mask)
+
+    def test_nor_of_others(self) -> None:
+        x = self.X
+        ch.attend(x, x, x, ~self.FUTURE)
+        ch.attend(x, x, x, masks.dense(self.FUTURE))
+        ch.attend(x[..., :1, :], x[..., :1, :], x[..., :1, :], self.FUTURE[:1, :1])
+        ch.attend(x[..., :4, :], x, x, self.FUTURE[:4])
+        ch.attend(x, x, x, self.FUTURE[:, None].transpose(0, 1)[:, :, -1:])
+
+    def test_nothing_is_asked_of_numbers_that_are_not_at_hand(self) -> None:
+        x, mask = self.X, self.FUTURE
+        ch.attend(x.to("meta"), x.to("meta"), x.to("meta"), mask.to("meta"))
+        torch.compile(ch.attend, backend="eager")(x, x, x, mask)
+        torch.vmap(lambda m: ch.attend(x, x, x, m))(mask[None])
+        torch.vmap(lambda q: ch.attend(q, q, q, mask))(x)
+
+    def test_a_bias_of_zeros_and_ones(self) -> None:
+        x, ones = self.X, self.FUTURE.float()
+        with pytest.warns(UserWarning, match=r"blocks nothing(?s:.)*mask=bias\.bool\(\)") as caught:
+            ch.attend(x, x, x, bias=ones)
+        assert [w.filename for w in caught] == [__file__]
+        for bias in (ones * 2, ones - 1, ones * 0, ones * 0 + 1, ones + 0.5 * ones.T):
+            ch.attend(x, x, x, bias=bias)
+        ch.attend(x, x, x, bias=ones.clone().requires_grad_())
 
 
 def test_nested_tensors_get_a_pointer() -> None:

@@ -7,20 +7,46 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._impl.problem import Problem
-from clearhead.errors import type_error, value_error
+from clearhead._impl.problem import Problem, watchers
+from clearhead.errors import type_error, value_error, warn
 from clearhead.masks import Mask
+from clearhead.masks._make import no_mask, only_ones_and_zeros
 from clearhead.readings import Reading, Scores, Weights
 
 # Below this nobody asks how much memory is free.
 SMALL = 1 << 26
+_WEIGHTS = "read=readings.Weights(), which makes the answer (context, weights)"
+# What other functions call it, and how it is said here.
+ELSEWHERE = {
+    "is_causal": "mask=masks.causal(); where there are more sources than queries, torch's corner "
+    'is masks.causal(align="start")',
+    "causal": "mask=masks.causal()",
+    "attn_mask": "mask= for a bool tensor, True = may attend; bias= for numbers that are added",
+    "attention_mask": "mask=masks.from_huggingface(attention_mask)",
+    "key_padding_mask": "mask=masks.from_multihead(None, key_padding_mask)",
+    "need_weights": _WEIGHTS,
+    "return_weights": _WEIGHTS,
+    "output_attentions": _WEIGHTS,
+    "average_attn_weights": "readings.Weights() for all heads, and weights.mean(-3)",
+    "dropout_p": "dropout=",
+    "enable_gqa": "nothing: query heads may be a multiple of source heads",
+    "softmax_scale": "scale=",
+}
+
+
+def unknown(given: Mapping[str, Any]) -> TypeError:
+    """Say how an argument of another function is said here."""
+    name = next(iter(given))
+    hint = f"write {ELSEWHERE[name]}" if name in ELSEWHERE else None
+    hint = hint or "help(clearhead.attend) lists its arguments"
+    return type_error("attend", f"has no argument {name}=", hint=hint)
 
 
 def inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -134,13 +160,13 @@ def wanted(read: Reading | Sequence[Reading] | None) -> tuple[Reading, ...]:
         return tuple(read)
     names = [read] if not isinstance(read, (tuple, list)) else read
     got = next(r for r in names if not isinstance(r, Reading))
-    shown = f"the class {got.__name__}" if isinstance(got, type) else repr(got)
-    raise type_error(
-        "read",
-        "is None, a reading, or a tuple of readings",
-        got=shown,
-        hint="for example read=readings.Weights() or read=(readings.TopK(8), readings.Entropy())",
-    )
+    shown, hint = repr(got), "for example read=readings.Weights() or read=(readings.TopK(8), "
+    hint += "readings.Entropy())"
+    if isinstance(got, type):
+        shown = f"the class {got.__name__}"
+        hint = f"add (): {got.__name__}()" if issubclass(got, Reading) else hint
+    rule = "is None, a reading, or a tuple of readings"
+    raise type_error("read", rule, got=shown, hint=hint)
 
 
 def readings(wanted: tuple[Reading, ...], problem: Problem) -> None:
@@ -212,17 +238,54 @@ def mask(given: Any, query: Tensor, problem: Problem) -> Mask:
         given.check(problem.sizes)
         return given
     if not isinstance(given, Tensor):
-        hint = "for example masks.causal(), or a bool tensor with True where a query may attend"
-        raise type_error("mask", "is a Mask or a bool tensor", got=type(given).__name__, hint=hint)
+        raise no_mask("mask", given)
     if given.dtype != torch.bool:
         raise _no_bool(given)
     _same_device("mask", given, problem)
     whole = _with_head("mask", given, query, problem)
+    warn_if_backwards(given)
     return masks.dense(_flat_batch(whole, problem))
 
 
+def warn_if_backwards(given: Tensor) -> None:
+    """Warn of a bool mask by which each query reads only what lies after it.
+
+    So looks a causal mask in which True means "blocked". Few rows of it are looked at, and only
+    where that waits for no device.
+    """
+    size = given.shape[-1] if given.ndim > 1 else 0
+    if size < 2 or given.shape[-2] != size or not _at_hand(given) or _corner(given):
+        return
+    edges = given[(0,) * (given.ndim - 2)]
+    if not edges[0, 1:].all() or edges[-1].any():
+        return
+    if edges.diagonal().any() or not edges.diagonal(1).all() or edges.diagonal(-1).any():
+        return
+    warn(
+        "mask",
+        "by it each query reads only what lies after it: True means that it may attend",
+        shapes={"mask": given},
+        hint="~mask, or masks.from_multihead(mask), where True meant blocked; "
+        "~masks.causal() where this is meant",
+    )
+
+
+def _at_hand(given: Tensor) -> bool:
+    """Whether its numbers can be looked at now, without waiting for a device."""
+    plain = type(given) in (Tensor, torch.nn.Parameter) and given.is_cpu and given.numel() > 0
+    # The second is set by torch.jit.trace.
+    return plain and not watchers() and torch._C._get_tracing_state() is None
+
+
+def _corner(given: Tensor) -> float:
+    """Its first number, in one step: this is asked in every call."""
+    return given.as_strided((), ()).item()
+
+
 def _no_bool(given: Tensor) -> TypeError:
-    if given.is_floating_point():
+    if only_ones_and_zeros(given):
+        hint = "mask.bool() if 1 means may attend, ~mask.bool() if 1 means blocked"
+    elif given.is_floating_point():
         hint = "pass it as bias= to add it to the scores; masks.from_additive reads a 0/-inf mask"
     else:
         hint = "say which number means may attend, for example mask == 1"
@@ -242,7 +305,22 @@ def bias(given: Any, query: Tensor, problem: Problem) -> Tensor:
         hint = "a bool tensor of edges belongs into mask="
         raise type_error("bias", "is a floating-point tensor", got=got, hint=hint)
     _same_device("bias", given, problem)
+    _warn_of_disguise(given)
     return _with_head("bias", given, query, problem)
+
+
+def _warn_of_disguise(given: Tensor) -> None:
+    """Warn of a bias of zeros and ones, which blocks nothing; a learned one may hold anything."""
+    if given.requires_grad or not _at_hand(given) or _corner(given) not in (0, 1):
+        return
+    low, high = torch.aminmax(given.detach())
+    if low == 0 and high == 1 and only_ones_and_zeros(given):
+        warn(
+            "bias",
+            "of zeros and ones adds 1 to some scores, and blocks nothing",
+            shapes={"bias": given},
+            hint="mask=bias.bool() if 1 means may attend, mask=~bias.bool() if 1 means blocked",
+        )
 
 
 def _with_head(name: str, given: Tensor, query: Tensor, problem: Problem) -> Tensor:
@@ -256,10 +334,22 @@ def _with_head(name: str, given: Tensor, query: Tensor, problem: Problem) -> Ten
             name,
             f"broadcasts to {axes.get(len(target), '(*batch, head, query, source)')}",
             shapes={name: shape, "scores": target, "query": query},
-            hint="make each axis 1 or the size of the scores; a mask of one row for each sample "
-            "needs axes of 1 for heads and queries",
+            hint=_fitting(given, target),
         )
     return given.unsqueeze(-3) if query.ndim == 3 and given.ndim == 3 else given
+
+
+def _fitting(given: Tensor, target: tuple[int, ...]) -> str:
+    rows = len(target) > 2 and tuple(given.shape) == (target[0], target[-1])
+    if rows and given.dtype == torch.bool:
+        return (
+            "masks.keep(mask) takes (batch, source), True = real; a tensor of one row for "
+            "each sample needs axes of 1 for heads and queries"
+        )
+    return (
+        "make each axis 1 or the size of the scores; a mask of one row for each sample needs axes "
+        "of 1 for heads and queries, or masks.keep(real)"
+    )
 
 
 def _flat_batch(whole: Tensor, problem: Problem) -> Tensor:

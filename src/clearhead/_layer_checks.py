@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
+from clearhead._checks import warn_if_backwards
 from clearhead._impl.problem import Sizes, watchers
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
+from clearhead.masks._make import no_mask
 
 if TYPE_CHECKING:
     from clearhead.multihead import MultiheadAttention
@@ -261,7 +263,7 @@ def as_mask(mask: Any, sizes: Layout) -> Mask:
         return mask
     rule = "is a Mask or a bool tensor (True = may attend)"
     if not isinstance(mask, Tensor):
-        raise type_error("mask", rule, got=type(mask).__name__, hint="for example masks.causal()")
+        raise no_mask("mask", mask)
     if mask.dtype != torch.bool:
         float_hint = "floats that are added to the scores go into attn_mask="
         hint = float_hint if mask.is_floating_point() else "say which number may attend: mask == 1"
@@ -279,5 +281,6 @@ def as_mask(mask: Any, sizes: Layout) -> Mask:
             shapes={"mask": mask, "scores": (batch, heads, query, source)},
             hint="make each axis 1 or the size of the scores; padding is masks.keep(real)",
         )
+    warn_if_backwards(mask)
     whole = whole.expand(*whole.shape[:-2], query, source)
     return masks.dense(whole if whole.ndim != 3 else whole.unsqueeze(0))

@@ -20,6 +20,10 @@ from clearhead.readings import Overlap, Reading
 __all__ = ["attend"]
 
 
+class _NoSuch:
+    """The type of arguments by other names: no value has it, so type checkers refuse them too."""
+
+
 def attend(
     query: Float[Tensor, "*batch query head_dim"],
     key: Float[Tensor, "*source_batch source head_dim"],
@@ -33,6 +37,7 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     impl: str | None = None,
+    **unknown: _NoSuch,
 ) -> Any:
     """Mix the values of the sources that each query may attend to, by how well their keys match.
 
@@ -68,6 +73,8 @@ def attend(
 
     The equation is that of Vaswani et al. 2017, "Attention Is All You Need".
     """
+    if unknown:
+        raise _checks.unknown(unknown)
     if has_torch_function((query, key, value)):
         # A mode sees the call as it sees torch's own: this is how `watch` does.
         return handle_torch_function(

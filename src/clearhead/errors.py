@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["type_error", "value_error"]
+__all__ = ["type_error", "value_error", "warn"]
 
 
 def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
@@ -26,6 +28,18 @@ def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
 def type_error(argument: str, rule: str, **parts: Any) -> TypeError:
     """Build the TypeError for an argument of a wrong type or dtype; parts as in `value_error`."""
     return TypeError(_message(argument, rule, **parts))
+
+
+def warn(argument: str, rule: str, **parts: Any) -> None:
+    """Warn of what is allowed and seldom meant, at the line that called the library.
+
+    Parts are those of `value_error`. Python shows a warning once for each line that causes it.
+    """
+    level, frame = 1, sys._getframe()
+    # Between that line and here are calls of the library's own, and of torch's modules.
+    while frame and str(frame.f_globals.get("__name__")).startswith(("clearhead.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(_message(argument, rule, **parts), UserWarning, stacklevel=level)
 
 
 def _message(
