@@ -392,6 +392,27 @@ def test_of_encoder_decoders_the_encoder_is_read(family: str) -> None:
         torch.testing.assert_close(survey.mean("previous")[layer], previous, rtol=0, atol=1e-6)
 
 
+def test_a_head_of_many_words_is_left_out() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config).eval()
+    runs = []
+    model.cls.register_forward_hook(lambda *given: runs.append(1))
+    tokens = torch.tensor([[3, 4, 5, 4, 6, 7, 5]])
+    survey = heads.measure(model, [tokens, tokens, tokens])
+    assert len(runs) == 1  # at the first look
+    assert [layer.module for layer in survey.layers] == [
+        f"bert.encoder.layer.{n}.attention.self" for n in range(2)
+    ]
+    alone = heads.measure(model.bert, tokens)
+    for name in heads.STATISTICS:
+        torch.testing.assert_close(survey.mean(name), alone.mean(name), rtol=0, atol=1e-12)
+
+
 def test_every_statistic_says_what_it_is() -> None:
     for name, statistic in heads.STATISTICS.items():
         assert statistic.name == name

@@ -21,24 +21,23 @@ sequences. Variances are population variances over the same rows or sequences.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clearhead import masks
 from clearhead._heads.batch import Batch
 from clearhead._heads.look import Look
 from clearhead._heads.moments import Moments
 from clearhead._heads.part import Calls, Layer, Tally, joined
 from clearhead._heads.rolling import Rollout, rollout
+from clearhead._heads.running import body_of, runner, two_sided
 from clearhead._heads.statistics import STATISTICS, Statistic, readings_for
 from clearhead.errors import value_error
 from clearhead.readings import TopK
-from clearhead.watching import Record, watch
+from clearhead.watching import Record, Seen, watch
 
 __all__ = [
     "STATISTICS",
@@ -101,11 +100,12 @@ class Survey:
         self.tally: Tally | None = None
         self.sequences = self.tokens = 0
         self.notes: list[str] = []
-        if run is None and _two_sided(model):
+        if run is None and two_sided(model):
             self.notes.append(
                 "the encoder alone is read: a decoder attends to what it writes, not to the text"
             )
-        self.run = run or _runner(model)
+        self.run = run or runner(model)
+        self._body = None if run else body_of(model)
         self._chosen: list[int] | None = None
         self._heads = 0
 
@@ -157,8 +157,7 @@ class Survey:
         longest = int(batch.real.sum(-1).argmax())
         one = Batch(batch.tokens[longest][batch.real[longest]])
         fits: dict[int, bool] = {}
-        with torch.no_grad(), watch(self.model, read=TopK(1)) as seen:
-            self.run(one)
+        seen = self._seen(self.run, one)
         for record in seen:
             fit = record.kind == "self" and record.sizes[::2] == (1, one.sizes[1])
             fit = fit and record.sizes[3] == one.sizes[1]
@@ -175,6 +174,15 @@ class Survey:
                 "the tokens' positions"
             )
         self._heads = max(record.sizes[1] for record in seen)
+        if self._body is not None:
+            # Logits are not looked at: where the body makes all calls, the head is left out.
+            calls = [[(r.module, r.sizes) for r in s] for s in (seen, self._seen(self._body, one))]
+            self.run = self._body if calls[0] == calls[1] else self.run
+
+    def _seen(self, run: Callable[[Batch], Any], batch: Batch) -> Seen:
+        with torch.no_grad(), watch(self.model, read=TopK(1)) as seen:
+            run(batch)
+        return seen
 
     def mean(self, statistic: str) -> Tensor:
         """The means of one statistic, (layer, head); NaN where a layer has fewer heads."""
@@ -273,30 +281,3 @@ def groups(overlap: Tensor, threshold: float = 0.9) -> list[list[int]]:
         if len(group) > 1:
             found.append(sorted(group))
     return found
-
-
-def _runner(model: nn.Module) -> Callable[[Batch], Any]:
-    """How to run a model on tokens, by the names that its forward has."""
-    read: Any = cast("Any", model).get_encoder() if _two_sided(model) else model
-    names = inspect.signature(getattr(read, "forward", read)).parameters
-    if "input_ids" not in names:
-        return lambda batch: _plain(read, batch, "mask" in names)
-    # What is not looked at need not be made: caches, and logits of all positions.
-    never = {"use_cache": False, "logits_to_keep": 1}
-    fixed = {name: value for name, value in never.items() if name in names}
-
-    def run(batch: Batch) -> Any:
-        mask = {"attention_mask": batch.real.long()} if "attention_mask" in names else {}
-        return read(input_ids=batch.tokens, **mask, **fixed)
-
-    return run
-
-
-def _two_sided(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def _plain(model: nn.Module, batch: Batch, masked: bool) -> Any:
-    if batch.padded and masked:
-        return model(batch.tokens, mask=masks.keep(batch.real))
-    return model(batch.tokens)
