@@ -7,7 +7,7 @@ namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-constexpr int64_t kFewQueries = 4, kManySources = 128;
+constexpr int64_t kFewQueries = 4, kManySources = 128, kLongTile = 512;
 
 bool is_few(const Forward& call) { 
   return call.query_total <= kFewQueries && call.source >= kManySources && call.mask.ranges <= 1;
@@ -30,19 +30,21 @@ int64_t few_partial(const Forward& call) {
 
 struct Few {
   const Forward& call;
+  // Sources at a time: where nothing but memory is waited for, long streams of K and V in turn are fastest.
+  int64_t tile, span;  // span: of the sources at hand, in whole vectors
   int64_t batch, source_head, key_width, value_width, rows, group;
   float *queries, *keys, *values, *weights;
   int64_t *start, *stop;
   uint8_t* blocked;
 
   Few(const Forward& call, Arena& arena) : call(call) {
-    rows = few_rows(call), group = call.head / call.source_head;
+    rows = few_rows(call), group = call.head / call.source_head, tile = rows == 1 && call.type == Type::f32 ? kLongTile : kTile;
     key_width = (call.head_dim + N - 1) / N * N, value_width = (call.value_dim + N - 1) / N * N;
     queries = arena.take<float>(rows * key_width);
-    keys = arena.take<float>(kTile * key_width), values = arena.take<float>(kTile * value_width);
-    weights = arena.take<float>(kTile);
+    keys = arena.take<float>(tile * key_width), values = arena.take<float>(tile * value_width);
+    weights = arena.take<float>(tile);
     start = arena.take<int64_t>(rows), stop = arena.take<int64_t>(rows);
-    blocked = arena.take<uint8_t>(kTile);
+    blocked = arena.take<uint8_t>(tile);
   }
 
   // Rows of K or V, read in their own type where whole vectors fit, or a padded copy in fp32.
@@ -98,8 +100,9 @@ struct Few {
       if (start[r] < stop[r]) from = min(from, start[r]), to = max(to, stop[r]);
     }
     from = max(from, first), to = min(to, last);
-    for (; from < to; from += kTile) {
-      const int64_t n = min(kTile, to - from);
+    for (; from < to; from += tile) {
+      const int64_t n = min(tile, to - from);
+      span = (n + N - 1) / N * N;
       const Source k = source_rows(call.k, source_head, from, n, call.head_dim, key_width, keys);
       const Source v = source_rows(call.v, source_head, from, n, call.value_dim, value_width, values);
       for (int64_t r = 0; r < rows; ++r) {
@@ -121,13 +124,13 @@ struct Few {
   // Scores become unnormalised weights; returns what shrinks the context so far.
   f soften(float* part) {
     f most = Vec::set1(-INFINITY);
-    for (int64_t s = 0; s < kTile; s += N) most = Vec::max(Vec::load(weights + s), most);
+    for (int64_t s = 0; s < span; s += N) most = Vec::max(Vec::load(weights + s), most);
     float top[N];
     Vec::store(top, most);
     float now = part[0];
     for (int i = 0; i < N; ++i) now = top[i] > now ? top[i] : now;
     f sum = Vec::zero();
-    for (int64_t s = 0; s < kTile; s += N) {
+    for (int64_t s = 0; s < span; s += N) {
       const f weight = exp_of(Vec::sub(Vec::load(weights + s), Vec::set1(now)));
       sum = Vec::add(sum, weight);
       Vec::store(weights + s, weight);
@@ -149,7 +152,7 @@ struct Few {
   template <Type type>
   void score(const float* q, const Source& k, int64_t low, int64_t high) {
     alignas(64) float partial[N * N];
-    for (int64_t s = 0; s < kTile; s += N) {
+    for (int64_t s = 0; s < span; s += N) {
       if (s + N <= low || s >= high) {
         Vec::store(weights + s, Vec::set1(-INFINITY));
         continue;
@@ -170,12 +173,12 @@ struct Few {
   bool edit_row(int64_t r, int64_t from, int64_t low, int64_t high) {
     const int64_t head = source_head * group + r / call.query, query = r % call.query;
     if (call.softcap != 0)
-      for (int64_t s = 0; s < kTile; s += N) {
+      for (int64_t s = 0; s < span; s += N) {
         const f cap = Vec::set1(call.softcap);
         const f bent = Vec::mul(cap, tanh_of(Vec::mul(Vec::load(weights + s), Vec::set1(1 / call.softcap))));
         Vec::store(weights + s, bent);
       }
-    for (int64_t s = 0; call.softcap != 0 && s < kTile; ++s)
+    for (int64_t s = 0; call.softcap != 0 && s < span; ++s)
       if (s < low || s >= high) weights[s] = -INFINITY;
     if (!call.bias.data && !call.mask.bytes) return false;
     const Bias& b = call.bias;

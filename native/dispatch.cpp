@@ -189,6 +189,7 @@ bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
   const int64_t blocks = (call.query + kernel.block - 1) / kernel.block;
   const bool sums = call.received || call.cell_sum;
   if (!sums || call.slots > blocks) call.slots = blocks;
+  call.threads = threads;
   return spread(call.batch * call.head * call.slots, threads, kernel.forward_scratch(call),
                 [&](int64_t i, char* memory) { kernel.forward(call, i, memory); });
 }
@@ -284,7 +285,7 @@ bool backward(const Kernel& kernel, Backward& work, int threads) {
   auto run = [&](int64_t count, auto item) {
     return spread(count, threads, bytes, [&](int64_t i, char* memory) { item(work, i, memory); });
   };
-  const int64_t blocks = (call.query + kernel.block - 1) / kernel.block;
+  const int64_t blocks = (call.query + kernel.backward_block - 1) / kernel.backward_block;
   if (work.row_terms && (work.readings.received || work.readings.rows || work.readings.cells) &&
       !run(rows * blocks, kernel.backward_rows))
     return false;

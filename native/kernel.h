@@ -71,6 +71,8 @@ struct Forward {
 
   const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_sources
 
+  int64_t threads;  // that share the work items, in turn
+
   // Set where scores or sums left the range in which fp32 is exact enough, and the result may be wrong.
   std::atomic<bool>* odd;
 };
@@ -120,7 +122,8 @@ struct Kernel {
   const char* name;
   bool dots_bf16;
   int64_t lanes;  // of one vector
-  int64_t block;  // queries a block
+  int64_t block;  // queries a block of the forward
+  int64_t backward_block;
   size_t (*forward_scratch)(const Forward&);
   void (*forward)(const Forward&, int64_t item, char* scratch);
   void (*pack_sources)(const Forward&, const View&, int64_t width, int64_t item, uint32_t* packed);

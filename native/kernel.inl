@@ -11,6 +11,7 @@ const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_TEXT(CLEARHEAD_ISA),
     CLEARHEAD_ISA::Vec::has_dots,
     CLEARHEAD_ISA::N,
+    CLEARHEAD_ISA::kWide,
     CLEARHEAD_ISA::kMaxLanes,
     CLEARHEAD_ISA::forward_scratch,
     CLEARHEAD_ISA::forward_item,

@@ -49,6 +49,13 @@ inline const char* at(const View& view, Type type, int64_t batch, int64_t head, 
   return view.data + (batch * view.batch + head * view.head + position * view.position) * size;
 }
 
+template <int write>
+inline void expect_row(const View& view, Type type, int64_t batch, int64_t head, int64_t position, int64_t width) {
+  const char* row = at(view, type, batch, head, position);
+  const int64_t bytes = width * (type == Type::f32 ? 4 : 2);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, write, 2);
+}
+
 // Rows of K or V as fp32: where they lie, or converted into `scratch`.
 struct Rows {
   const float* data;

@@ -6,7 +6,7 @@ namespace {
 
 // Some range of each query of a block, one lane each, and what the queries have in common.
 struct Range {
-  int32_t start[kMaxLanes], stop[kMaxLanes];
+  int32_t start[kWide], stop[kWide];
   int64_t first, last;            // outside [first, last) nothing is allowed
   int64_t full_first, full_last;  // inside [full_first, full_last) everything is
 };

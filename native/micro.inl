@@ -27,85 +27,120 @@ struct Pair {
 };
 #endif
 
-#define CLEARHEAD_UNROLL _Pragma("GCC unroll 8")
+#define CLEARHEAD_UNROLL _Pragma("GCC unroll 16")
 
-// result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and W vectors of lanes
-template <class E, int R, int W>
-inline void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed,
+// How many rows (or features) meet V vectors of lanes at once: as many sums as registers hold.
+template <int V>
+constexpr int kRowsBy = V == 1 ? Vec::rows_by_one : V == 2 ? Vec::rows_by_two : V == 3 ? Vec::rows : Vec::rows_by_four;
+
+// result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and V vectors of the `lanes`
+template <class E, int R, int V>
+inline void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed, int64_t lanes,
                      int64_t depth, float* result) {
-  f sum[R][W];
+  f sum[R][V];
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = Vec::zero();
-  for (int64_t i = 0; i < depth; ++i) {
-    typename E::vec column[W];
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) column[j] = E::load(packed + (i * W + j) * N);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
+  for (int64_t i = 0; i < depth; ++i, packed += lanes, rows += E::step) {
+    typename E::vec column[V];
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) column[j] = E::load(packed + j * N);
     CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
-      const typename E::vec x = E::broadcast(rows + r * stride + i * E::step);
-      CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = E::mac(x, column[j], sum[r][j]);
+      const typename E::vec x = E::broadcast(rows + r * stride);
+      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, column[j], sum[r][j]);
     }
   }
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) Vec::store(result + (r * W + j) * N, sum[r][j]);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(result + r * lanes + j * N, sum[r][j]);
+}
+
+template <class E, int V>
+void dot_part(const typename E::scalar* rows, int64_t stride, int64_t count, const typename E::packed* packed,
+              int64_t lanes, int64_t depth, float* result) {
+  constexpr int R = kRowsBy<V>;
+  int64_t r = 0;
+  for (; r + R <= count; r += R) dot_rows<E, R, V>(rows + r * stride, stride, packed, lanes, depth, result + r * lanes);
+  for (; R > 4 && r + 4 <= count; r += 4)
+    dot_rows<E, 4, V>(rows + r * stride, stride, packed, lanes, depth, result + r * lanes);
+  for (; r + 2 <= count; r += 2) dot_rows<E, 2, V>(rows + r * stride, stride, packed, lanes, depth, result + r * lanes);
+  if (r < count) dot_rows<E, 1, V>(rows + r * stride, stride, packed, lanes, depth, result + r * lanes);
 }
 
 template <class E, int W>
 void dot_tile(const typename E::scalar* rows, int64_t stride, int64_t count, const typename E::packed* packed,
               int64_t depth, float* result) {
-  int64_t r = 0;
-  for (; r + Vec::rows <= count; r += Vec::rows)
-    dot_rows<E, Vec::rows, W>(rows + r * stride, stride, packed, depth, result + r * W * N);
-  for (; r + 2 <= count; r += 2) dot_rows<E, 2, W>(rows + r * stride, stride, packed, depth, result + r * W * N);
-  if (r < count) dot_rows<E, 1, W>(rows + r * stride, stride, packed, depth, result + r * W * N);
+  dot_part<E, W>(rows, stride, count, packed, W * N, depth, result);
 }
 
 // out[r][lane] = out[r][lane] * rescale[lane] + sum_s weights[s][lane] * values[s][r], for R features
-template <class E, int R, int W>
+template <class E, int R, int V>
 inline void mix_rows(const typename E::scalar* values, int64_t stride, int64_t count,
-                     const typename E::packed* weights, const float* rescale, float* out) {
-  f sum[R][W];
+                     const typename E::packed* weights, int64_t lanes, const float* rescale, float* out) {
+  f sum[R][V];
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = Vec::zero();
-  for (int64_t s = 0; s < count; ++s) {
-    typename E::vec weight[W];
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) weight[j] = E::load(weights + (s * W + j) * N);
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
+  for (int64_t s = 0; s < count; ++s, values += stride, weights += lanes) {
+    typename E::vec weight[V];
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) weight[j] = E::load(weights + j * N);
     CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
-      const typename E::vec x = E::broadcast(values + s * stride + r * E::step);
-      CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
+      const typename E::vec x = E::broadcast(values + r * E::step);
+      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
     }
   }
   // a tile's sum on its own first: few roundings at the size of the whole
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) {
-      float* place = out + (r * W + j) * N;
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+      float* place = out + r * lanes + j * N;
       Vec::store(place, Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum[r][j]));
     }
+}
+
+template <class E, int V>
+void mix_part(const typename E::scalar* values, int64_t stride, int64_t count, const typename E::packed* weights,
+              int64_t lanes, const float* rescale, int64_t width, float* out) {
+  constexpr int R = kRowsBy<V>;
+  int64_t r = 0;
+  for (; r + R <= width; r += R)
+    mix_rows<E, R, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+  for (; R > 4 && r + 4 <= width; r += 4)
+    mix_rows<E, 4, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+  for (; r + 2 <= width; r += 2)
+    mix_rows<E, 2, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+  if (r < width) mix_rows<E, 1, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
 }
 
 template <class E, int W>
 void mix_tile(const typename E::scalar* values, int64_t stride, int64_t count, const typename E::packed* weights,
               const float* rescale, int64_t width, float* out) {
-  int64_t r = 0;
-  for (; r + Vec::rows <= width; r += Vec::rows)
-    mix_rows<E, Vec::rows, W>(values + r * E::step, stride, count, weights, rescale, out + r * W * N);
-  for (; r + 2 <= width; r += 2)
-    mix_rows<E, 2, W>(values + r * E::step, stride, count, weights, rescale, out + r * W * N);
-  if (r < width) mix_rows<E, 1, W>(values + r * E::step, stride, count, weights, rescale, out + r * W * N);
+  mix_part<E, W>(values, stride, count, weights, W * N, rescale, width, out);
 }
 
-// The same where some masked value is not finite: 0 * NaN would reach rows that may not read it.
+// act(V) with the number of vectors, of at most W, as a constant
+template <int W, class Act>
+inline void with_vectors(int vectors, Act act) {
+  if constexpr (W > 1)
+    if (vectors < W) return with_vectors<W - 1>(vectors, act);
+  act(std::integral_constant<int, W>());
+}
+
+// The same, and to the bit, where some masked value is not finite: 0 * NaN would reach rows that may not
+// read it. The first of the V vectors is the `begin`-th of those in `allowed`.
+void mix_selected_part(const float* values, int64_t stride, int64_t count, const float* weights, int64_t lanes, int vectors,
+                       const uint64_t* allowed, int begin, const float* rescale, int64_t width, float* out) {
+  for (int64_t r = 0; r < width; ++r)
+    for (int j = 0; j < vectors; ++j) {
+      f sum = Vec::zero();
+      for (int64_t s = 0; s < count; ++s) {
+        const f next = Vec::fma(Vec::set1(values[s * stride + r]), Vec::load(weights + s * lanes + j * N), sum);
+        sum = Vec::select(allowed[s] >> ((begin + j) * N), next, sum);
+      }
+      float* place = out + r * lanes + j * N;
+      Vec::store(place, Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum));
+    }
+}
+
 template <int W>
 void mix_selected(const float* values, int64_t stride, int64_t count, const float* weights, const uint64_t* allowed,
                   const float* rescale, int64_t width, float* out) {
-  for (int64_t r = 0; r < width; ++r)
-    for (int j = 0; j < W; ++j) {
-      f sum = Vec::zero();
-      for (int64_t s = 0; s < count; ++s) {
-        const f next = Vec::fma(Vec::set1(values[s * stride + r]), Vec::load(weights + (s * W + j) * N), sum);
-        sum = Vec::select(allowed[s] >> (j * N), next, sum);
-      }
-      float* place = out + (r * W + j) * N;
-      Vec::store(place, Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum));
-    }
+  mix_selected_part(values, stride, count, weights, W * N, W, allowed, 0, rescale, width, out);
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ namespace {
 struct Vec {
   static constexpr int lanes = 8;
   static constexpr int rows = 4;  // 4 x 3 accumulators, 3 loads and a broadcast: 16 registers
-  static constexpr int vectors = 3;
+  static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
+  static constexpr int vectors = 3, wide = 3;
   static constexpr int outer = 2;  // vectors of features in the outer-product kernel
   using f = __m256;
   using i = __m256i;
@@ -25,6 +26,7 @@ struct Vec {
   static f sub(f a, f b) { return _mm256_sub_ps(a, b); }
   static f mul(f a, f b) { return _mm256_mul_ps(a, b); }
   static f div(f a, f b) { return _mm256_div_ps(a, b); }
+  static constexpr bool fused = true;  // fma and fms round once
   static f fma(f a, f b, f c) { return _mm256_fmadd_ps(a, b, c); }
   static f fms(f a, f b, f c) { return _mm256_fmsub_ps(a, b, c); }
   // a NaN in b comes through, one in a does not

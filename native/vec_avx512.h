@@ -11,8 +11,9 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 16;
-  static constexpr int rows = 8;     // of the micro-kernels: 8 x 3 accumulators in 32 registers
-  static constexpr int vectors = 3;
+  static constexpr int rows = 4;     // of the micro-kernels
+  static constexpr int rows_by_one = 8, rows_by_two = 8, rows_by_four = 4;
+  static constexpr int vectors = 3, wide = 4;
   static constexpr int outer = 4;  // vectors of features in the outer-product kernel
   using f = __m512;
   using i = __m512i;
@@ -25,6 +26,7 @@ struct Vec {
   static f sub(f a, f b) { return _mm512_sub_ps(a, b); }
   static f mul(f a, f b) { return _mm512_mul_ps(a, b); }
   static f div(f a, f b) { return _mm512_div_ps(a, b); }
+  static constexpr bool fused = true;  // fma and fms round once
   static f fma(f a, f b, f c) { return _mm512_fmadd_ps(a, b, c); }
   static f fms(f a, f b, f c) { return _mm512_fmsub_ps(a, b, c); }
   // a NaN in b comes through, one in a does not

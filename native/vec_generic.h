@@ -17,7 +17,8 @@ struct Vec {
 #else
   static constexpr int rows = 4;
 #endif
-  static constexpr int vectors = 3;
+  static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
+  static constexpr int vectors = 3, wide = 3;
   static constexpr int outer = 2;  // vectors of features in the outer-product kernel
   typedef float f __attribute__((vector_size(16)));
   typedef int32_t i __attribute__((vector_size(16)));
@@ -34,6 +35,7 @@ struct Vec {
   static f sub(f a, f b) { return a - b; }
   static f mul(f a, f b) { return a * b; }
   static f div(f a, f b) { return a / b; }
+  static constexpr bool fused = false;  // fma and fms round once
   static f fma(f a, f b, f c) { return a * b + c; }
   static f fms(f a, f b, f c) { return a * b - c; }
   // a NaN in b comes through, one in a does not

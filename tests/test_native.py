@@ -411,3 +411,62 @@ class TestBinding:
             call.differentiate(*(64, (8, 8, 4, 1)) * 2, *(64, (12, 12, 4, 1)) * 2, False, 1)
         with pytest.raises(ValueError, match="no avx9 kernel"):
             kernel.choose("avx9")
+
+
+class TestWhatIsLeftOut:
+    """Parts of a tile that no query may read are not worked on; what is read must not show it."""
+
+    @pytest.mark.parametrize("width", [33, 64])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_bits_do_not_hang_on_what_is_read(
+        self, isa: str, width: int, dtype: torch.dtype
+    ) -> None:
+        draw = torch.Generator().manual_seed(2)
+        ids = torch.randint(4, (300,), generator=draw).cumsum(0) // 40
+        allowed = torch.rand(300, 300, generator=draw).repeat_interleave(6, 0)[:300] < 0.1
+        allowed[100:170, 30:260] = False
+        allowed[7] = False
+        q, k, v = tensors(1, 2, 300, width, dtype=dtype)
+        for mask in (masks.window(37), masks.document(ids) & masks.causal(), masks.dense(allowed)):
+            context, values = attend(q, k, v, mask, read=READ)
+            assert torch.equal(context, attend(q, k, v, mask))
+            wide = [x.float() for x in (q, k, v)]
+            right, theirs = ch.attend(*wide, mask, read=READ, impl="reference")
+            rounding = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(context.float(), right, rtol=rounding, atol=rounding)
+            torch.testing.assert_close(values[3:], theirs[3:], rtol=2e-5, atol=3e-5)
+
+    @pytest.mark.parametrize("scale", [1e-3, -0.125, 3e4])
+    def test_gradients_know_the_maximum_in_base_e(self, isa: str, scale: float) -> None:
+        """The forward counts in powers of two; at scores of 1e5 its rounding must not show."""
+        q, k, v = (x.requires_grad_() for x in tensors(1, 1, 70, 16))
+        found = torch.autograd.grad(attend(q, k, v, scale=scale).square().sum(), (q, k, v))
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        context = ch.attend(*wide, scale=scale, impl="reference")
+        right = torch.autograd.grad(context.square().sum(), wide)
+        theirs = torch.autograd.grad(
+            ch.attend(q, k, v, scale=scale, impl="reference").square().sum(), (q, k, v)
+        )
+        size = TestEveryCase.terms({"query": q, "key": k, "value": v}, context, {"scale": scale})
+        for ours, other, exact in zip(found, theirs, right, strict=True):
+            rounding = torch.finfo(torch.float32).eps * (exact.abs().max() + size)
+            assert (ours - exact).abs().max() <= 2 * (other - exact).abs().max() + rounding
+
+
+class TestLongCaches:
+    """One query reads long streams of keys and values; several read shorter ones."""
+
+    @pytest.mark.parametrize("source", [511, 512, 513, 1300, 2100])
+    @pytest.mark.parametrize("query", [1, 3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_every_edit(self, isa: str, source: int, query: int, dtype: torch.dtype) -> None:
+        q = tensors(1, 2, query, 24, dtype=dtype)[0]
+        k, v, _ = tensors(1, 2, source, 24, dtype=dtype, seed=1)
+        allowed = torch.rand(query, source, generator=torch.Generator().manual_seed(3)) < 0.7
+        bias = torch.linspace(-3, 3, source).expand(2, query, source)
+        mask = masks.window(source - 5) & masks.dense(allowed)
+        for given in ({}, {"mask": mask}, {"mask": mask, "bias": bias, "softcap": 2.0}):
+            context = attend(q, k, v, **given)
+            right = ch.attend(*(x.float() for x in (q, k, v)), impl="reference", **given)
+            rounding = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(context.float(), right, rtol=rounding, atol=rounding)
