@@ -80,6 +80,24 @@ class TestEveryWayToAttend:
             near(model(x, y), self.by_hand(model, x, no, some, y))
 
     @pytest.mark.parametrize("mix", WAYS)
+    @pytest.mark.parametrize("verb", [ch.knockout, ch.zero_weights])
+    def test_a_list_of_pairs(self, mix, verb):
+        torch.manual_seed(0)
+        model, x, y = Head(mix, 3), torch.randn(2, 5, 6), torch.randn(2, 7, 6)
+        for other in (x, y):
+            one = torch.zeros(5, other.shape[1], dtype=torch.bool)
+            one[3, 1] = one[4, 4] = True
+            with verb(model, one):
+                want = model(x, other)
+            with verb(model, [(3, 1), (4, 4)]):
+                near(model(x, other), want)
+        one[4, 4] = False
+        with verb(model, one):
+            want = model(x, y)
+        with verb(model, (3, 1)):
+            near(model(x, y), want)
+
+    @pytest.mark.parametrize("mix", WAYS)
     def test_one_head_of_three(self, mix):
         torch.manual_seed(0)
         model, x = Head(mix, 3), torch.randn(2, 5, 6)
@@ -418,8 +436,13 @@ class TestGeneration:
         one = BY_NAME[name]
         model, inputs = made(one, backend), one.read()
         cut = some_edges(LENGTH + 4) | masks.diagonal(2).dense(LENGTH + 4)
-        for edges in (masks.dense(cut), masks.diagonal(1) | (masks.first(5) - masks.first(3))):
-            with ch.knockout(model, edges):
+        # The last of the pairs, and others, are positions that the first steps do not have yet.
+        listed = [(1, 0), (2, 1), (LENGTH - 1, 3), (LENGTH, 0), (LENGTH + 3, LENGTH)]
+        pairs = masks.edges(listed)
+        for edges in (
+            masks.dense(cut), masks.diagonal(1) | (masks.first(5) - masks.first(3)), pairs,
+        ):  # fmt: skip
+            with ch.knockout(model, listed if edges is pairs else edges):
                 answer = model.generate(
                     **inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0,
                     return_dict_in_generate=True, output_logits=True, **CACHES[cache],
@@ -482,7 +505,7 @@ class TestGeneration:
 
 def wrong() -> list[Any]:
     """What no choice of heads, no model and no edges is."""
-    return [[(0, 1), 2], "all", 3, [(1, 2)]]
+    return [[(0, 1), 2], "all", 3, [(1, 2, 3)]]
 
 
 class TestProof:
@@ -549,7 +572,9 @@ class TestProof:
             (TypeError, "heads: takes head numbers or", lambda: ch.ablate(model, mixed)),
             (TypeError, "heads: takes numbers", lambda: ch.ablate(model, word)),
             (ValueError, "heads: needs at least one", lambda: ch.ablate(model, [])),
-            (TypeError, "edges: is a Mask", lambda: ch.knockout(model, pairs)),
+            (TypeError, "pairs: is a list of .query, source.", lambda: ch.knockout(model, pairs)),
+            (TypeError, r"edges: is a Mask(?s:.)*masks\.parse", lambda: ch.knockout(model, word)),
+            (TypeError, "edges: is a Mask.*got int", lambda: ch.zero_weights(model, number)),
             (TypeError, "edges: is a Mask.*float32", lambda: ch.knockout(model, torch.ones(3, 3))),
             (ValueError, "how: is one of zero", lambda: ch.ablate(model, 0, how="max")),
             (
@@ -561,6 +586,16 @@ class TestProof:
         ]:
             with pytest.raises(error, match=message), make():
                 pass
+
+    def test_edges_that_are_not_there(self):
+        model, ids = gpt(), tokens()
+        for pair in [(11, 3), (3, 11)]:
+            with pytest.raises(ValueError, match="lies beyond the positions"):  # noqa: SIM117
+                with ch.knockout(model, [(4, 2), pair]):
+                    model(ids)
+        with pytest.raises(RuntimeError, match="moved nothing"):  # noqa: SIM117
+            with ch.knockout(model, [(0, 3)]):
+                model(ids)
 
     def test_edges_of_other_sizes(self):
         model, ids = gpt(), tokens()

@@ -206,17 +206,42 @@ class TestWords:
 
     def test_words(self):
         def words(changes):
-            return Effects([Effect(n, float(n), e) for n, e in enumerate(changes)], 0.0).words
+            rows = [Effect(n, float(n), e) for n, e in enumerate(changes)]
+            return Effects(rows, 0.0, small=0.01).words
 
-        assert "good guide" in words([1.0, 2.0, 3.0])
-        assert "poor guide" in words([3.0, 2.0, 1.0])
-        assert "too little" in words([1.0])
-        assert "too little" in words([1.0, 1.0, 1.0])
+        assert "good guide" in words([1.0, 2.0, 3.0, 4.0, 5.0])
+        # Spearman of (0, 1, 2, 3, 4) and ranks (1, 0, 3, 4, 2): 1 - 6 * 8 / (5 * 24) = 0.6
+        assert "rough guide" in words([2.0, 1.0, 4.0, 5.0, 3.0])
+        # ranks (2, 4, 0, 1, 3): 1 - 6 * 22 / 120 = -0.1; (4, 2, 3, 1, 0): 1 - 6 * 38 / 120 = -0.9
+        assert "poor guide: it says little" in words([3.0, 5.0, 1.0, 2.0, 4.0])
+        assert "misleads: what has more weight makes less difference" in words([5.0, 3, 4, 2, 1])
+        assert "(rank correlation -0.90)" in words([5.0, 3.0, 4.0, 2.0, 1.0])
+        assert "too little" in words([1.0, 1.0, 1.0, 1.0, -1.0])
+
+    def test_no_words_where_so_few_numbers_cannot_tell(self):
+        def words(changes, small):
+            rows = [Effect(n, float(n), e) for n, e in enumerate(changes)]
+            return Effects(rows, 0.0, small).words
+
+        assert words([1.0, 2.0], 0.0) == words([1.0] * 4, 0.0)
+        assert "guide" in words([1.0, 2.0, 3.0, 4.0], 0.0)
+        assert "no cut makes a difference" in words([0.001, 0.002, -0.003, 0.004, 0.005], 0.01)
+        assert "good guide" in words([0.001, 0.002, -0.003, 0.004, 0.005], 0.001)
+
+    def test_what_counts_as_none(self):
+        table = ch.effects(gpt(), tokens(), edges=[(3, 1)])
+        assert table.small == 0.01
+        table = ch.effects(gpt(), tokens(), edges=[(3, 1)], metric=lambda x: x[0, -1, 0] * 0 + 50)
+        assert table.small == pytest.approx(0.05)
 
     def test_print(self):
         text = str(ch.effects(gpt(), tokens(), edges=[(3, 1), (10, 2)]))
         assert "(10, 2)" in text
         assert "guide" in text
+        by_head = str(ch.effects(gpt(), tokens()))
+        assert "layer 1 head 2 " in by_head
+        assert "(1, 2)" not in by_head
+        assert "layer 0 head 0 " in str(ch.effects(gpt(), tokens(), edges=masks.diagonal(1)))
 
 
 class TestErrors:
@@ -226,6 +251,13 @@ class TestErrors:
             ({"edges": []}, "edges: needs at least one thing"),
             ({"edges": [(1, -2)]}, "edges: takes positions counted from 0"),
             ({"edges": [3]}, r"edges: takes \(query, source\) pairs"),
+            ({"edges": "causal"}, r"edges: is a Mask(?s:.)*masks\.parse\('causal'\)"),
+            ({"edges": masks.causal}, r"edges: is a Mask(?s:.)*add \(\): masks\.causal\(\)"),
+            ({"edges": [(3, 12)]}, r"edges: \(3, 12\) lies beyond(?s:.)*\(11, 11\)"),
+            ({"edges": [(11, 3)]}, r"edges: \(11, 3\) lies beyond"),
+            ({"edges": [(10, 0), (0, 3)]}, r"allows, .*got \(0, 3\), which is blocked"),
+            ({"edges": ~masks.causal()}, r"allows, .*got ~causal.*, which is blocked"),
+            ({"sources": [1, 11]}, r"sources: the calls have sources 0\.\.10; got 11"),
             ({"sources": [1.5]}, "sources: takes positions"),
             ({"edges": [(1, 0)], "sources": [1]}, "edges: and sources are two questions"),
             ({"heads": [(9, 0)]}, "layers: were not all seen"),

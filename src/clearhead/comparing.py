@@ -15,12 +15,12 @@ from torch.utils import _pytree
 from clearhead import masks
 from clearhead._cut import edits
 from clearhead._cut.choosing import Chosen, chosen
-from clearhead._cut.cutter import Cut, Edges, OtherBatch, cutting
+from clearhead._cut.cutter import Cut, Edges, OtherBatch, Place, cutting
 from clearhead._cut.outputs import Ablated
 from clearhead._watch import look
 from clearhead._watch.call import Call
 from clearhead._watch.cost import call_with
-from clearhead.cutting import Heads, Model, _edges
+from clearhead.cutting import Heads, Model, _edges, _is_pair
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
 from clearhead.readings import TopK
@@ -29,6 +29,10 @@ __all__ = ["Effect", "Effects", "effects"]
 
 # Positions in one forward of several cuts, and numbers in its output.
 _POSITIONS, _NUMBERS = 1 << 12, 1 << 26
+# Of fewer cuts the ranks say nothing: of two they always agree or always disagree.
+FEW = 5
+# Effects up to this are none: of a log-probability in nats, and as a share of another metric.
+_NATS, _SHARE = 0.01, 1e-3
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Effects(Sequence[Effect]):
 
     rows: list[Effect] = field(repr=False)
     before: float
+    small: float = 0.0  # the largest effect that counts as none
+    heads: bool = False  # whether the cuts are (layer, head)
 
     @overload
     def __getitem__(self, index: int) -> Effect: ...
@@ -64,8 +70,12 @@ class Effects(Sequence[Effect]):
 
     @property
     def words(self) -> str:
-        """Say how good a guide to the effect the weight is here."""
+        """Say how good a guide to the effect the weight is here, where so few numbers can tell."""
         found = self.rank_correlation
+        if len(self) < FEW:
+            return f"{FEW} cuts and more tell whether weight is a guide to the effect"
+        if max(abs(row.effect) for row in self) <= self.small:
+            return "here no cut makes a difference, whatever its weight"
         if math.isnan(found):
             return "here there is too little to compare weight and effect"
         number = f"(rank correlation {found:.2f})"
@@ -75,13 +85,20 @@ class Effects(Sequence[Effect]):
             )
         if found >= 0.4:
             return f"here weight is a rough guide to what makes a difference {number}"
+        if found <= -0.4:
+            return f"here weight misleads: what has more weight makes less difference {number}"
         return f"here weight is a poor guide: it says little of what makes a difference {number}"
 
     def __str__(self) -> str:
         lines = [f"metric before: {self.before:.4f}", f"{'cut':<20} {'weight':>8} {'effect':>9}"]
         ordered = sorted(self, key=lambda row: -abs(row.effect))
-        lines += [f"{row.cut!s:<20} {row.weight:8.4f} {row.effect:+9.4f}" for row in ordered]
+        lines += [f"{self._cut(row):<20} {row.weight:8.4f} {row.effect:+9.4f}" for row in ordered]
         return "\n".join([*lines, self.words])
+
+    def _cut(self, row: Effect) -> str:
+        if self.heads:
+            return f"layer {row.cut[0]} head {row.cut[1]}"
+        return repr(row.cut)
 
 
 def effects(
@@ -117,8 +134,11 @@ def effects(
 
     - `metric`: makes a number of the model's output; by default the log-probability (in nats) of
       what the model predicts at `position` as it is. The effect is the metric after less before.
+      `words` of the table, its last line, says how good a guide to the effect the weight is.
     - `layers`, `heads`: as in `knockout`.
     - `batch`: how many cuts share a forward; as many as fit into moderate memory unless given.
+
+    An edge that no call has, such as one of the future in a causal model, is a ValueError.
 
     Several cuts share a forward where the model runs samples apart, along the first axis of its
     inputs; where it does not, each has its own.
@@ -127,17 +147,20 @@ def effects(
         clean = _Clean(model, inputs)
         where = chosen(layers, heads)
         where.check(clean.cutter.totals, clean.cutter.modules)
+        by_head = sources is None and not _several(edges)
         things = _things(edges, sources, where, clean.cutter.totals)
         measure = _confident(clean.output, position) if metric is None else metric
         before = _number(measure(clean.output))
         weights = _Weights(things)
         with weights.watching(model):
             call_with(model, inputs)
+        weights.check(every=not by_head)
         step = _step(clean, inputs) if batch is None else batch
         after = _all(model, inputs, things, measure, max(step, 1), before)
     named = zip(things, weights.values(), after, strict=True)
     rows = [Effect(thing.name, weight, number - before) for thing, weight, number in named]
-    return Effects(rows, before)
+    small = _NATS if metric is None else _SHARE * abs(before)
+    return Effects(rows, before, small, by_head)
 
 
 @dataclass(frozen=True)
@@ -160,7 +183,7 @@ def _things(edges: Any, sources: Any, where: Chosen, totals: dict[int, int]) -> 
     if sources is not None:
         listed = [_position("sources", source) for source in sources]
         return _some("sources", [_Thing(source, _column(source), where) for source in listed])
-    if isinstance(edges, list) or (isinstance(edges, tuple) and not _is_pair(edges)):
+    if edges is not None and _several(edges):
         named = [(_name(edge), _cut_of(edge)) for edge in edges]
         return _some("edges", [_Thing(name, mask, where) for name, mask in named])
     mask = None if edges is None else _cut_of(edges)
@@ -179,8 +202,8 @@ def _some(argument: str, things: list[_Thing]) -> list[_Thing]:
     return things
 
 
-def _is_pair(edges: tuple[Any, ...]) -> bool:
-    return len(edges) == 2 and all(isinstance(number, int) for number in edges)
+def _several(edges: Any) -> bool:
+    return isinstance(edges, list) or (isinstance(edges, tuple) and not _is_pair(edges))
 
 
 def _name(edge: Any) -> Any:
@@ -188,12 +211,13 @@ def _name(edge: Any) -> Any:
 
 
 def _cut_of(edge: Any) -> Mask:
-    if isinstance(edge, (Mask, Tensor)):
+    if isinstance(edge, (Mask, Tensor, str)) or callable(edge):
         return _edges(edge)
     if not isinstance(edge, (tuple, list)) or len(edge) != 2:
         raise type_error("edges", "takes (query, source) pairs or masks", got=repr(edge))
-    query, source = (_position("edges", number) for number in edge)
-    return masks.where(lambda b, h, i, j: (i == query) & (j == source))
+    for number in edge:
+        _position("edges", number)
+    return _edges([edge])
 
 
 def _position(argument: str, number: Any) -> int:
@@ -224,6 +248,7 @@ class _Weights:
         self.things = things
         self.sums = [0.0] * len(things)
         self.counts = [0] * len(things)
+        self.sources = 0
 
     @contextlib.contextmanager
     def watching(self, model: Any) -> Iterator[None]:
@@ -231,8 +256,27 @@ class _Weights:
             cutter.on_call = self._add
             yield
 
-    def _add(self, call: Call) -> None:
+    def check(self, every: bool) -> None:
+        """Raise where `every` thing needs an edge in some call, or any of them, and has none."""
+        for thing in self.things:
+            if isinstance(thing.name, int) and thing.name >= self.sources:
+                rule = f"the calls have sources 0..{self.sources - 1}"
+                raise value_error("sources", rule, got=thing.name)
+        pairs = zip(self.things, self.counts, strict=True)
+        none = [
+            t for t, count in pairs if not (count or t.edges is None or isinstance(t.name, int))
+        ]
+        if none and (every or len(none) == len(self.things)):
+            raise value_error(
+                "edges",
+                "are some that the model's own mask allows, in the chosen layers and heads",
+                got=f"{none[0].name if every else none[0].edges!r}, which is blocked there",
+                hint="watch(model) has the mask of each call: record.mask",
+            )
+
+    def _add(self, call: Call, place: Place) -> None:
         total = call.sizes[1]
+        self.sources = max(self.sources, place.source + call.sizes[3])
         for at, thing in enumerate(self.things):
             heads = [h for h in range(total) if thing.where.holds(call.layer, h, total)]
             if not heads:
@@ -242,8 +286,9 @@ class _Weights:
                 (top,) = look.read(part, (TopK(1),), None)
                 weight, rows = top.weights[..., 0], torch.ones_like(top.weights[..., 0])
             else:
-                weight = edits.weight_on(part, thing.edges)
-                rows = edits.touched(part, thing.edges)[..., 0].expand_as(weight)
+                edges = place.edges(thing.edges, part)
+                weight = edits.weight_on(part, edges)
+                rows = edits.touched(part, edges)[..., 0].expand_as(weight)
             self.sums[at] += float(weight.sum())
             self.counts[at] += int(rows.sum())
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import masks
+from clearhead._choice import is_number
 from clearhead._cut.choosing import chosen
 from clearhead._cut.cutter import Cut, Edges, Weights, cutting
 from clearhead._cut.outputs import HOW, Ablated, Gates, contexts
 from clearhead._watch.cost import call_with
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
+from clearhead.masks._make import no_mask
 
 __all__ = ["ablate", "head_importance", "knockout", "zero_weights"]
 
@@ -26,7 +28,7 @@ Heads = int | tuple[int, int] | Iterable[int] | Iterable[tuple[int, int]] | None
 @contextlib.contextmanager
 def knockout(
     model: Model,
-    edges: Mask | Tensor,
+    edges: Mask | Tensor | Iterable[tuple[int, int]],
     *,
     layers: int | Sequence[int] | None = None,
     heads: Heads = None,
@@ -44,8 +46,9 @@ def knockout(
     under `ablate(how="zero")`. Heads and rows that lose no edge keep the bits of the model's own
     kernel.
 
-    - `edges`: a `Mask` or a bool tensor, in positions of the whole sequence, also in the steps of
-      `generate()`. Where steps with a cache are made by hand, `masks.where` fits all their sizes.
+    - `edges`: a list of (query, source) pairs, as `[(3, 0)]`, a `Mask` or a bool tensor; in
+      positions of the whole sequence, also in steps with a cache. In `generate()` positions that
+      are not there yet may still come; elsewhere they are a ValueError.
     - `layers`: numbers of the attention modules in order of first call, as `watch` counts them.
     - `heads`: head numbers, in all of `layers`, or (layer, head) pairs. All unless given.
 
@@ -60,7 +63,7 @@ def knockout(
 @contextlib.contextmanager
 def zero_weights(
     model: Model,
-    edges: Mask | Tensor,
+    edges: Mask | Tensor | Iterable[tuple[int, int]],
     *,
     layers: int | Sequence[int] | None = None,
     heads: Heads = None,
@@ -177,8 +180,19 @@ def _edges(edges: Any) -> Mask:
         return edges
     if isinstance(edges, Tensor) and edges.dtype == torch.bool:
         return masks.dense(edges)
-    got = f"a tensor of {edges.dtype}" if isinstance(edges, Tensor) else type(edges).__name__
-    raise type_error("edges", "is a Mask, or a bool tensor: True is cut", got=got)
+    if isinstance(edges, list | tuple | set):
+        # Cuts are said in positions of the whole sequence. There the alignments of self-attention
+        # are one, and the queries of cross-attention count by themselves.
+        pairs: Any = [edges] if _is_pair(edges) else edges
+        return masks.edges(pairs, align="start")
+    rule = "is a Mask, a list of (query, source) pairs, or a bool tensor: True is cut"
+    if isinstance(edges, Tensor):
+        raise type_error("edges", rule, got=f"a tensor of {edges.dtype}")
+    raise no_mask("edges", edges, rule)
+
+
+def _is_pair(edges: Any) -> bool:
+    return len(edges) == 2 and all(is_number(number) for number in edges)
 
 
 @contextlib.contextmanager

@@ -48,9 +48,11 @@ class Place:
             last, width = self.query + query, source
         else:
             last = width = max(self.query + query, self.source + source)
-        # Positions past the sizes that the edges were made for are cut nowhere.
-        own = edges.own
-        last, width = own.query or last, own.source or width
+        # Positions past the sizes that the edges were made for are cut nowhere; those that they
+        # name may still come.
+        own, least = edges.own, edges._least()
+        last = own.query or max(last, least)
+        width = own.source or (width if call.kind == "cross" else max(width, least))
         device = call.value.device if call.value is not None else None
         rows = torch.arange(self.query, self.query + query, device=device)
         columns = torch.arange(self.source, self.source + source, device=device)
@@ -100,7 +102,7 @@ class Cutter(Handler):
         self.notes: list[str] = []
         self.slices = [slice(None)]
         self.batch: int | None = None
-        self.on_call: Callable[[Call], None] | None = None
+        self.on_call: Callable[[Call, Place], None] | None = None
         self._checked: set[int] = set()
         self._generating = False
         self._loop: Loop | None = None
@@ -120,7 +122,7 @@ class Cutter(Handler):
             raise OtherBatch
         with torch.autocast(context.device.type, enabled=False):
             if self.on_call is not None:
-                self.on_call(call)
+                self.on_call(call, place)
             changed = context
             for samples in self.slices:
                 for cuts, heads in self._groups(call, samples):

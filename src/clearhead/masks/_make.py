@@ -188,7 +188,10 @@ def _takes_four(function: Callable[..., Any]) -> None:
         pass  # some built-in functions have no signature
 
 
-def no_mask(name: str, given: Any) -> TypeError:
+MAY_ATTEND = "is a Mask or a bool tensor (True = may attend)"
+
+
+def no_mask(name: str, given: Any, rule: str = MAY_ATTEND) -> TypeError:
     """Refuse what is neither a mask nor a tensor, with the way to say what it means."""
     hint = "for example masks.causal(), or a bool tensor with True where a query may attend"
     got = type(given).__name__
@@ -201,7 +204,7 @@ def no_mask(name: str, given: Any) -> TypeError:
         got = f"the {got} {getattr(given, '__name__', '')}".rstrip()
         ours = str(getattr(given, "__module__", "")).startswith("clearhead.masks")
         hint = f"add (): masks.{given.__name__}()" if ours else "masks.where takes such functions"
-    return type_error(name, "is a Mask or a bool tensor (True = may attend)", got=got, hint=hint)
+    return type_error(name, rule, got=got, hint=hint)
 
 
 def require_bool(name: str, tensor: Tensor) -> Tensor:
