@@ -248,6 +248,25 @@ class TestTorch:
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize(
+        ("mask", "scale", "size"), [(masks.lengths([50, 0]), 1e30, 1.0), (HALF, 0.25, 3e38)]
+    )
+    def test_numbers_out_of_range_compiled(self, mask: Any, scale: float, size: float) -> None:
+        inputs = given(query=70)
+        inputs["value"] = inputs["value"].sign() * size
+
+        def eager(**leaves: Tensor) -> Any:
+            return ch.attend(**leaves, mask=mask, scale=scale, read=readings.LogSumExp())
+
+        found = []
+        for call in (eager, torch.compile(eager, backend="aot_eager")):
+            leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+            context, lse = call(**leaves)
+            (context / size).sum().backward()
+            found.append([context, lse, *(x.grad for x in leaves.values())])
+        for ours, right in zip(*found, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+
 
 class TestFuzz:
     def test_some(self, isa: str) -> None:

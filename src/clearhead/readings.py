@@ -351,7 +351,8 @@ class TopK(_PerQueryReading):
             [ 0,  1]])
 
     Both are (*batch, head, query, k). Ties go to the lower source; rows with fewer than k allowed
-    sources end in weight 0, source -1.
+    sources end in weight 0, source -1. Of two scores so near that their weights round alike, either
+    may come first.
     """
 
     axis = -2

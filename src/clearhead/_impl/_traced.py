@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearhead._impl import _gradients, _kernel
+from clearhead._impl._autograd import filled, tensors_of
 from clearhead._impl._changes import Changes
-from clearhead._impl.problem import Problem
+from clearhead._impl.problem import Problem, Sizes
+from clearhead.masks import Mask, dense
+from clearhead.masks._mask import Own
 from clearhead.readings import LogSumExp, Reading
+
+# What serves numbers that are out of the kernel's range, as in eager calls; `native` sets them.
+out_of_range: Any = None
+through_rest: Any = None
 
 
 def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tensor, list[Any]]:
@@ -46,6 +55,25 @@ def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | Non
     return None, None, edges if edges.ndim == 4 else edges[None, None]
 
 
+class Rows(Mask):
+    """A mask by its numbers: each row is one interval."""
+
+    def __init__(self, start: Tensor, stop: Tensor):
+        self.start, self.stop = start.long(), stop.long()
+        batch, head, query = start.shape
+        self.own = Own(batch, head, query)
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        at = (b % self.start.shape[0], h % self.start.shape[1], i)
+        return (self.start[at] <= j) & (j < self.stop[at])
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        return self.start[..., i], self.stop[..., i]
+
+    def _text(self, full: bool) -> str:
+        return "intervals(...)"
+
+
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, start: Any, stop: Any, edges: Any, bias: Any, sinks: Any,
     scale: float, softcap: float | None,
@@ -56,6 +84,16 @@ def _inputs(
     return _kernel.Inputs(Problem(q, k, v, None, scale, bias, softcap, sinks), ranges, edges)
 
 
+def _beyond(inputs: _kernel.Inputs) -> Problem:
+    """The problem for the next implementation, with its mask."""
+    mask: Mask | None = None
+    if inputs.ranges is not None:
+        mask = Rows(inputs.ranges.start[0], inputs.ranges.stop[0])
+    elif inputs.edges is not None:
+        mask = dense(inputs.edges)
+    return replace(inputs.problem, mask=mask)
+
+
 @torch.library.custom_op("clearhead::attend", mutates_args=(), device_types="cpu")
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
@@ -63,7 +101,12 @@ def _attend(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
-    context, results = _kernel.forward(inputs, graph=True, strict=False)
+    try:
+        context, results = _kernel.forward(inputs, graph=True)
+    except _kernel.OutOfRange:
+        context, (lse,) = out_of_range(_beyond(inputs), (LogSumExp(),))
+        # This is how the backward knows.
+        return context, lse, lse.new_full((2, *lse.shape), torch.nan)
     return context, results.lse, results.softmax  # type: ignore[union-attr]
 
 
@@ -82,6 +125,9 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
+    if softmax.isnan().all():
+        found = _through_rest(_beyond(inputs), [grad, grad_lse], needs)
+        return tuple(lse.new_empty(0) if x is None else x.contiguous() for x in found)  # type: ignore[return-value]
     changes = Changes(inputs, lse)
     changes.add(LogSumExp(), None, grad_lse)
     out, softmax = _kernel.four(context), softmax.contiguous()
@@ -101,6 +147,19 @@ def _(grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Ten
         else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x in (query, key, value, *extra)
     )
+
+
+def _through_rest(problem: Problem, gradients: list[Tensor], needs: list[bool]) -> list[Any]:
+    """The gradients by the next implementation, in a thread: an operator's own has no autograd."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors_of(problem)]
+    wanted = (True,) * 3 + (*needs,)
+
+    def work() -> list[Any]:
+        with torch.no_grad():
+            return through_rest(filled(problem, leaves), (LogSumExp(),), gradients, wanted)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -199,3 +199,6 @@ def _through_rest(
         ]
         context, values = rest.attend(filled(problem, aliases), read)
         return pull([context, *pytree.tree_leaves(values)], gradients, aliases, needs, again)
+
+
+_traced.out_of_range, _traced.through_rest = _out_of_range, _through_rest
