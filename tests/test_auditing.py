@@ -19,6 +19,9 @@ from clearhead.models import BERT, GPT, RNN
 from tests import leaky
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+# Often given in place of a mask.
+WORDS: Any = ["causal"]
+MAKERS: Any = [masks.causal]
 
 
 def check_leak(kind: str, report: Any) -> None:
@@ -432,6 +435,8 @@ def test_a_value_that_cannot_be_audited_says_what_to_pass(call, message):
         (lambda x: audit(3, x), "model"),  # type: ignore[arg-type]
         (lambda x: audit(nn.Identity(), "abc"), "inputs"),
         (lambda x: audit(nn.Identity(), x, torch.ones(9, 9)), "bool"),
+        (lambda x: audit(nn.Identity(), x, *WORDS), r"allowed: .*\n.*masks.parse\('causal'\)"),
+        (lambda x: audit(nn.Identity(), x, *MAKERS), r"allowed: .*\n.*add \(\): masks.causal"),
         (lambda x: audit.modes(lambda x: x, x), "module"),
         (lambda x: audit.generation(lambda x: x, x), "step="),
         (lambda x: audit.padding(nn.Identity(), x), "dict"),
@@ -464,6 +469,58 @@ def test_the_message_is_good_enough_to_mend_the_model_from():
     assert "first in mixer" in text
     assert "off-by-one" in text
     assert_causal(*leaky.make("mask off by one", leaky=False))
+
+
+def test_a_model_that_reads_both_sides_is_asked_about():
+    torch.manual_seed(0)
+    model, ids = BERT(29, layers=1, heads=2, width=8).eval(), torch.randint(2, 29, (2, 12))
+    report = audit(model, ids)
+    text = str(report)
+    assert text.count("masks.everything()") == text.count("--allowed everything") == 1
+    assert "off-by-one" not in text
+    assert report.moved == 2 * 11
+    assert f"and {22 - len(report.findings)} more, not narrowed down" in text
+    text = str(audit(model, ids, masks.everything()))
+    assert "covered" not in text
+    assert "nothing is forbidden" in text
+    for leak in ("mask off by one", "inverted mask", "one row forgot the mask"):
+        assert "both sides" not in str(audit(*leaky.make(leak, leaky=True)))
+    assert "both sides" in str(audit(*leaky.make("missing mask", leaky=True)))
+    assert "both sides" not in str(audit(lambda x: x.flip(1), torch.randn(1, 6, 2)))
+
+
+def test_a_hint_that_several_share_stands_once():
+    text = str(audit(*leaky.make("mask off by one", leaky=True)))
+    assert text.count("off-by-one") == 1
+    assert re.search(r"outputs 0, .*: it reads the very next position", text)
+    assert text.index("off-by-one") > text.rindex("depends on input")
+
+
+def test_a_mask_of_each_layer_is_asked_about():
+    torch.manual_seed(0)
+    model, ids = GPT(29, layers=2, heads=2, width=8).eval(), torch.randint(29, (1, 9))
+    window = masks.causal() & masks.window(5)
+    notes = "\n".join(audit(model, ids, window).notes)
+    assert "over 2 layers, each by this mask, what was found is allowed: depth=2" in notes
+    assert "`allowed` forbids:" in notes
+    deeper = audit(model, ids, window, depth=2)
+    assert deeper.ok
+    assert "`allowed` forbids to one layer:" in "\n".join(deeper.notes)
+    assert "depth=" not in str(audit(lambda x: x - x.mean(1, keepdim=True), torch.randn(1, 9, 2)))
+
+
+def test_ids_without_a_batch():
+    class Needs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(9, 4)
+
+        def forward(self, ids):
+            return self.embedding(ids).cumsum(1) * ids.shape[1]
+
+    with pytest.raises(ValueError, match=r"IndexError: .*(?s:.)*\(5,\)(?s:.)*ids\[None\]"):
+        audit(Needs(), torch.arange(5))
+    assert audit(torch.nn.Embedding(9, 4), torch.arange(5)).ok
 
 
 def test_inverted_polarity_is_named():

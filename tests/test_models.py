@@ -136,8 +136,27 @@ def test_impossible_sizes_are_refused(kind, changes, words):
 
 @pytest.mark.parametrize("kind", [GPT, BERT])
 def test_too_many_tokens_are_refused(kind):
-    with pytest.raises(ValueError, match="tokens: the model reads 11 positions; got 12"):
+    with pytest.raises(ValueError, match="tokens: the model reads 11 positions; got 12") as caught:
         small(kind)(tokens(1, 12))
+    assert "at most 11, as the last ones: tokens[:, -11:]" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [GPT, BERT, RNN])
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("hell", TypeError, r"got str(?s:.)*encode\(text\)\[None\]"),
+        ([1, 2], TypeError, "got list"),
+        (torch.tensor([1, 2]), ValueError, r"\(2,\)(?s:.)*tokens\[None\]"),
+        (torch.ones(1, 2, 3).long(), ValueError, r"\(1, 2, 3\)"),
+        (torch.ones(1, 2), TypeError, "got torch.float32"),
+        (torch.tensor([[]]), TypeError, "got torch.float32"),
+    ],
+)
+def test_what_are_no_tokens_is_refused(kind, given, error, words):
+    model = kind(17, layers=1, width=8)
+    with pytest.raises(error, match=rf"tokens: .*\(batch, position\)(?s:.)*{words}"):
+        model(given)
 
 
 def test_a_full_cache_is_refused():

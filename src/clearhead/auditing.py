@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from clearhead._audit.report import Finding, Report
 from clearhead._audit.runner import Runner
 from clearhead._audit.samples import audit_batch, document_ids
 from clearhead._audit.state import untouched
-from clearhead._audit.subject import read_inputs
+from clearhead._audit.subject import Inputs, call, read_inputs
 from clearhead._audit.trouble import look_for_trouble
 from clearhead._audit.weights import look_at_weights
 from clearhead.errors import type_error, value_error
-
-if TYPE_CHECKING:
-    from clearhead.masks import Mask
+from clearhead.masks import Mask, causal, document
+from clearhead.masks._make import no_mask
 
 __all__ = ["Finding", "Report", "assert_causal", "audit"]
+
+# A mask that many layers compose to what was found is looked for up to here.
+DEEPEST = 65
 
 
 class Audit:
@@ -71,13 +73,12 @@ class Audit:
         """Test every forbidden pair (source, query); see the class."""
         _check(model, depth, budget, changes)
         if allowed is None:
-            from clearhead.masks import causal
-
             allowed = causal()
         read = read_inputs(inputs, axis=axis, change=change)
         edges = _edges(allowed, read.positions, read.batch, depth)
         report = Report(name_of(model), f"allowed: {_named(allowed, depth)}")
         with untouched(model) as restore:
+            _runs_without_a_batch(model, read)
             others = contents(model, read, changes, vocab)
             runner = Runner(model, read, others, restore)
             look_for_trouble(runner, report)
@@ -85,10 +86,12 @@ class Audit:
             judge(runner, suspects, ~edges, report, float64=float64)
             restore()
             layer = _edges(allowed, read.positions, read.batch, 1)
-            report.notes += look_at_weights(model, read, layer)
+            report.notes += look_at_weights(model, read, layer, depth)
         report.trouble += sorted({f"fails on changed inputs: {text}" for text in runner.failures})
         report.covered *= not runner.noisy
         report.forwards = runner.forwards
+        if depth == 1 and report.findings:
+            report.notes += _deeper(report, allowed, read)
         if not report.pairs:
             report.notes.append("nothing is forbidden at this size, so nothing could leak")
         return report
@@ -101,8 +104,6 @@ class Audit:
         `ids` gives each position the number of its document; without them documents begin where
         the `position_ids` in the inputs begin anew. Options are those of `audit`.
         """
-        from clearhead.masks import document
-
         return self(model, inputs, document(document_ids(inputs, ids)), **options)
 
     batch = staticmethod(audit_batch)
@@ -139,12 +140,48 @@ def _check(model: object, depth: int, budget: int | None, changes: int) -> None:
             raise value_error(name, "must be a whole number of at least 1", got=repr(value))
 
 
+def _runs_without_a_batch(model: Callable[..., Any], read: Inputs) -> None:
+    """Say so where token ids of one axis are what the model fails on."""
+    leaf = read.leaves[0]
+    if not leaf.tokens or leaf.batch_axis is not None:
+        return
+    try:
+        call(model, read)
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise value_error(
+            "inputs",
+            f"the model fails on token ids of one axis ({type(error).__name__}: {said})",
+            shapes={"ids": read.content(leaf)},
+            hint="most models read (batch, position): ids[None] is a batch of one",
+        ) from error
+
+
+def _deeper(report: Report, allowed: Mask | Tensor, read: Inputs) -> list[str]:
+    """Say over how many layers, each by this mask, all that was found would be allowed."""
+    before = _edges(allowed, read.positions, read.batch, 1)
+    for depth in range(2, DEEPEST):
+        edges = _edges(allowed, read.positions, read.batch, depth)
+        if torch.equal(edges, before):
+            break
+        before = edges
+        at = [(f.sample if len(edges) > 1 else 0, f.query, f.source) for f in report.findings]
+        if all(bool(edges[place]) for place in at):
+            return [
+                f"over {depth} layers, each by this mask, what was found is allowed: "
+                f"depth={depth} (--depth {depth}) where `allowed` is meant for each layer"
+            ]
+    return []
+
+
 def _edges(allowed: Mask | Tensor, positions: int, batch: int, depth: int) -> Tensor:
     """Give (batch or 1, query, source) bool: what may reach what, over `depth` layers."""
     if isinstance(allowed, Tensor):
         if allowed.dtype != torch.bool:
             raise type_error("allowed", "must be a Mask or a bool tensor", got=str(allowed.dtype))
         edges = allowed
+    elif not isinstance(allowed, Mask):
+        raise no_mask("allowed", allowed)
     else:
         edges = allowed.dense(positions, positions, batch=batch)
     if edges.ndim == 4:

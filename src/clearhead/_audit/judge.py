@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -22,6 +22,11 @@ __all__ = ["Suspect", "judge", "probe", "suspicious"]
 MOST_NARROWED = 8
 # From so many multiplications on a proof part by part is tried; runs for a leak it points at.
 LONG, SOME_RUNS = 2e10, 16
+NEXT = "it reads the very next position: an off-by-one in a mask, a shift or a padding?"
+INVERTED = (
+    "it reads none of the other positions that it may read: is the mask inverted (True must mean "
+    "'may attend' for scaled_dot_product_attention, 'blocked' for nn.MultiheadAttention)?"
+)
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,16 @@ def judge(
         )
     for leak in _chosen(leaks):
         report.findings.append(_finding(judging, leak, forbidden, floor))
+    inverted = any(found.hint == INVERTED for found in report.findings)
+    if leaks and not inverted and _reads_both_sides(judging, forbidden, floor):
+        report.findings = [
+            replace(found, hint="" if found.hint == NEXT else found.hint)
+            for found in report.findings
+        ]
+        report.notes.append(
+            "every output depends on the last input: is the model meant to read both sides, as a "
+            "BERT does? then allowed=masks.everything() (--allowed everything)"
+        )
     if double is not None:
         runner.forwards += double.forwards
         if leaks:
@@ -251,14 +266,21 @@ def _polarity(runner: Runner, leak: Suspect, forbidden: Tensor) -> str:
     change = _only(leak.change, leak.sample, others.nonzero().flatten())
     if _strongest(runner, [change], leak)[1] > 0:
         return ""
-    return (
-        "it reads none of the other positions that it may read: is the mask inverted "
-        "(True must mean 'may attend' for scaled_dot_product_attention, 'blocked' for "
-        "nn.MultiheadAttention)?"
-    )
+    return INVERTED
 
 
 def _distance(source: int, query: int) -> str:
-    if source == query + 1:
-        return "it reads the very next position: an off-by-one in a mask, a shift or a padding?"
-    return ""
+    return NEXT if source == query + 1 else ""
+
+
+def _reads_both_sides(runner: Runner, forbidden: Tensor, floor: float) -> bool:
+    """Whether all earlier outputs depend on the last input, where only the future is forbidden."""
+    size = forbidden.shape[-1]
+    future = torch.ones(size, size, dtype=torch.bool).triu(1)
+    if size < 3 or not torch.equal(forbidden.cpu(), future.expand_as(forbidden)):
+        return False
+    last = torch.zeros(runner.inputs.batch, size, dtype=torch.bool)
+    last[:, -1] = True
+    changes = [Change(last, number) for number in range(len(runner.contents))]
+    moves = [moved for moved in runner.move(changes) if moved is not None]
+    return bool(moves) and bool((torch.stack(moves).amax(0)[:, :-1] > floor).all())

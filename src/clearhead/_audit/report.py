@@ -22,12 +22,16 @@ class Finding:
     output: str = "output"
     hint: str = ""
 
-    def __str__(self) -> str:
-        text = (
+    @property
+    def line(self) -> str:
+        """What leaks, without the hint."""
+        return (
             f"output {self.query} depends on input {self.source}: moved by {self.size:.3g} "
             f"(rounding: {self.floor:.1g}), first in {self.module}"
         )
-        return text + (f"\n    {self.hint}" if self.hint else "")
+
+    def __str__(self) -> str:
+        return self.line + (f"\n    {self.hint}" if self.hint else "")
 
 
 @dataclass
@@ -70,10 +74,23 @@ class Report:
         return f"ok: {self.subject} ({self.question})"
 
     def _details(self) -> list[str]:
-        lines = [f"  {finding}" for finding in self.findings]
-        lines.append(
-            f"  covered {self.covered:.1%} of {self.pairs} forbidden pairs (source, query)"
-            f" in {self.forwards:.3g} forwards"
-        )
+        lines = self._listed()
+        if self.pairs:
+            lines.append(
+                f"  covered {self.covered:.1%} of {self.pairs} forbidden pairs (source, query)"
+                f" in {self.forwards:.3g} forwards"
+            )
         lines += [f"  trouble: {text}" for text in self.trouble]
         return lines + [f"  note: {text}" for text in self.notes]
+
+    def _listed(self) -> list[str]:
+        """The findings; a hint that several share stands once, below them."""
+        hints = [finding.hint for finding in self.findings]
+        shared = [hint for hint in dict.fromkeys(hints) if hint and hints.count(hint) > 1]
+        lines = [f"  {f.line if f.hint in shared else f}" for f in self.findings]
+        if (more := self.moved - len(self.findings)) > 0:
+            lines.append(f"  and {more} more, not narrowed down to a source")
+        for hint in shared:
+            of = ", ".join(str(f.query) for f in self.findings if f.hint == hint)
+            lines.append(f"    outputs {of}: {hint}")
+        return lines

@@ -108,6 +108,7 @@ def read_inputs(inputs: Any, *, axis: int | None, change: Sequence[int | str] | 
             "inputs",
             "must be a tensor, a tuple of arguments or a dict of keyword arguments",
             got=type(inputs).__name__,
+            hint="encode a text first: model.vocabulary.encode(text)[None], or a tokenizer",
         )
     keys = list(change) if change else _content_keys(args, kwargs)
     if not keys:

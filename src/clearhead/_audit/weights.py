@@ -31,12 +31,17 @@ MOST_WEIGHTS = 1 << 24
 MEANT_AS_MASK = -15.0
 
 
-def look_at_weights(model: Callable[..., Any], inputs: Inputs, edges: Tensor) -> list[str]:
-    """Run once more and list what is odd about the weights, one line a kind."""
+def look_at_weights(
+    model: Callable[..., Any], inputs: Inputs, edges: Tensor, depth: int = 1
+) -> list[str]:
+    """Run once more and list what is odd about the weights, one line a kind.
+
+    `edges` are those of one layer, whatever `depth` composed them to for the outputs.
+    """
     roots = [root for _, root in modules_in(model)]
     if not roots:
         return []
-    look = _Look(inputs, edges)
+    look = _Look(inputs, edges, depth)
     try:
         with hub.attached(roots[0], look, _Seer):
             call(model, inputs)
@@ -67,7 +72,8 @@ class _Seer(Interceptor):
 
 
 class _Look(Handler):
-    def __init__(self, inputs: Inputs, edges: Tensor):
+    def __init__(self, inputs: Inputs, edges: Tensor, depth: int):
+        self.layer = " to one layer" if depth > 1 else ""
         self.size = (inputs.batch, inputs.positions)
         self.edges = edges[:, None]  # (batch or 1, 1, query, source)
         self.found: dict[str, list[tuple[str, str]]] = {}
@@ -135,7 +141,7 @@ class _Look(Handler):
             most = float(forbidden.max())
             self.say(
                 call,
-                "weight on edges that `allowed` forbids",
+                f"weight on edges that `allowed` forbids{self.layer}",
                 f": up to {most:.3g} (head {head}, query {query}, source {source})",
             )
             self._polarity(call, weights)

@@ -16,6 +16,7 @@ from clearhead import readings
 from clearhead._watch import look
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler
+from clearhead.errors import type_error
 from clearhead.readings import Reading
 
 __all__ = ["Cost", "Sizes", "run_once", "seconds", "value_bytes"]
@@ -80,6 +81,12 @@ def call_with(model: Callable[..., Any], inputs: Any) -> Any:
         return model(inputs)
     if hasattr(inputs, "keys"):
         return model(**inputs)
+    if not isinstance(inputs, tuple | list):
+        hint = (
+            "encode a text first; a model of this library has model.vocabulary.encode(text)[None]"
+        )
+        rule = "are a tensor, a tuple of arguments or a dict of keywords"
+        raise type_error("inputs", rule, got=type(inputs).__name__, hint=hint)
     return model(*inputs)
 
 

@@ -13,8 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from clearhead import attend, masks
-from clearhead.errors import value_error
-from clearhead.models.checks import check_sizes
+from clearhead.models.checks import check_sizes, check_tokens
 from clearhead.models.gpt import turn
 from clearhead.models.text import Characters
 
@@ -121,9 +120,7 @@ class BERT(nn.Module):
         read: Any = None,
     ) -> Any:
         """Give the logits of the token that belongs at every position."""
-        if tokens.shape[-1] > self.length:
-            got = tokens.shape[-1]
-            raise value_error("tokens", f"the model reads {self.length} positions", got=got)
+        check_tokens(tokens, self.length)
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         x = self.dropout(self.embedding(tokens))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from clearhead.errors import type_error, value_error
 from clearhead.models.text import Characters
 
-__all__ = ["check_sizes"]
+__all__ = ["check_sizes", "check_tokens"]
 
 
 def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> int:
@@ -28,3 +30,20 @@ def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> i
         rule = "width / heads needs to be even"
         raise value_error("width", rule, got=f"{width} / {heads} = {width // heads}")
     return size
+
+
+def check_tokens(tokens: Any, length: int | None = None, *, start: int = 0) -> None:
+    """Refuse what are no token numbers (batch, position), or with `start` more than `length`."""
+    rule = "are token numbers, an integer tensor (batch, position)"
+    if not isinstance(tokens, Tensor):
+        hint = "model.vocabulary.encode(text)[None] makes them of a text"
+        raise type_error("tokens", rule, got=type(tokens).__name__, hint=hint)
+    if tokens.is_floating_point() or tokens.is_complex():
+        raise type_error("tokens", rule, got=tokens.dtype, shapes={"tokens": tokens})
+    if tokens.ndim != 2:
+        hint = "tokens[None] is a batch of one" if tokens.ndim == 1 else None
+        raise value_error("tokens", rule, shapes={"tokens": tokens}, hint=hint)
+    if length is not None and start + tokens.shape[1] > length:
+        hint = f"give at most {length}, as the last ones: tokens[:, -{length}:]"
+        got = start + tokens.shape[1]
+        raise value_error("tokens", f"the model reads {length} positions", got=got, hint=hint)

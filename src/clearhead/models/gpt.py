@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from clearhead import attend, masks
-from clearhead.errors import value_error
-from clearhead.models.checks import check_sizes
+from clearhead.models.checks import check_sizes, check_tokens
 from clearhead.models.text import Characters
 
 __all__ = ["GPT", "turn"]
@@ -152,10 +151,8 @@ class GPT(nn.Module):
         the positions before `tokens` and takes in the new ones.
         """
         start = cache[0]["key"].shape[-2] if cache and cache[0] else 0
-        stop = start + tokens.shape[-1]
-        if stop > self.length:
-            raise value_error("tokens", f"the model reads {self.length} positions", got=stop)
-        positions = torch.arange(start, stop, device=tokens.device)
+        check_tokens(tokens, self.length, start=start)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embedding(tokens))
 
         allowed = masks.causal() if mask is None else masks.causal() & mask

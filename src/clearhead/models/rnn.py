@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from clearhead.models.checks import check_sizes
+from clearhead.models.checks import check_sizes, check_tokens
 from clearhead.models.text import Characters
 
 __all__ = ["RNN"]
@@ -64,6 +64,7 @@ class RNN(nn.Module):
 
         `cache` (from `new_cache`) holds the state after the positions before `tokens`.
         """
+        check_tokens(tokens)
         state = cache.get("state") if cache is not None else None
         x, state = self.recurrent(self.dropout(self.embedding(tokens)), state)
         if cache is not None:
