@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 import torch
@@ -47,6 +48,11 @@ def test_a_leak_exits_with_1_and_a_table(capsys):
     assert "LEAK in Block" in text
     assert "mixer" in text
     assert "off-by-one" in text
+    shown = len([line for line in text.splitlines() if line[:1].isdigit()])
+    found = re.search(r"(\d+) of its outputs", text)
+    assert found is not None
+    count = int(found[1])
+    assert (f"and {count - shown} more" in text) == (count > shown)
 
 
 def test_json_is_one_document(capsys):
@@ -82,6 +88,15 @@ def test_the_other_questions(words, code):
         ([f"{HERE}:tokens_only", "--length", "0"], "at least 1"),
         ([f"{HERE}:tokens_only", "--modes", "--depth", "2"], "--depth: says nothing to --modes"),
         ([f"{HERE}:tokens_only", "--batch", "--budget", "0"], "--budget: says nothing to --batch"),
+        (
+            [f"{HERE}:tokens_only", "--padding"],
+            "--padding: needs a model that takes attention_mask",
+        ),
+        ([HERE], "SPEC: is a Python module"),
+        (["--text", ""], "--text: needs at least one token"),
+        (["--text", "é"], "--text: the character 'é'"),
+        (["--text", "a" * 200], r"--text: the model reads 128 positions(.|\n)*give at most 128"),
+        (["--length", "200"], "--length: the model reads 128 positions"),
     ],
 )
 def test_misuse_is_a_clear_error(words, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -86,8 +87,75 @@ def test_the_text_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in out
 
 
-def test_long_texts_get_no_map(capsys: pytest.CaptureFixture[str]) -> None:
-    assert document(capsys, "look", "a bell and a shell, well held")["map"] is None
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("columns", "cell"), [("80", 2), ("40", 1)])
+def test_longer_texts_get_a_map_in_shades(
+    columns: str, cell: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "a bell and a shell, well held"
+    lines = printed(capsys, "look", text).split("\n")
+    top = next(i for i, line in enumerate(lines) if line.split() and line.split()[0] == "0") - 1
+    while not lines[top].startswith("     a"):
+        top = next(i for i, line in enumerate(lines[top + 2 :], top + 2) if line[:5] == " 0 a ") - 1
+    weights = whole(text)[1][-1].mean(0)
+    for i, line in enumerate(lines[top + 1 : top + 1 + len(text)]):
+        cells = line[5:].ljust(cell * len(text))[::cell]
+        for j, sign in enumerate(cells):
+            weight = weights[i, j].item()
+            if j > i:
+                assert sign == "·"
+            elif min(abs(weight - edge) for edge in (0.5, 0.25, 0.1, 0.02)) > 1e-4:
+                steps = [
+                    e for e, s in zip((0.5, 0.25, 0.1, 0.02), "█▓▒░", strict=True) if s == sign
+                ]
+                least = steps[0] if steps else 0.0
+                above = {0.5: 2.0, 0.25: 0.5, 0.1: 0.25, 0.02: 0.1, 0.0: 0.02}[least]
+                assert least <= weight < above
+
+
+def test_a_map_that_is_left_out_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert document(capsys, "look", "a bell " * 10)["map"] is None
+    assert "left out, 70 tokens where up to 64 are shown" in printed(capsys, "look", "a bell " * 10)
+    monkeypatch.setenv("COLUMNS", "20")
+    shown = " ".join(printed(capsys, "look", "hello " * 4 + "he ").split())
+    assert "left out, 27 tokens need a wider terminal" in shown
+
+
+def test_a_long_text_is_read_by_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "the bell rang and the well held. " * 5
+    seen = document(capsys, "look", text)
+    assert "".join(t["label"] for t in seen["tokens"]) == text[-128:].replace(" ", "␣")
+    logits, _ = whole(text[-128:])
+    best = seen["predictions"][0]["probability"]
+    assert math.isclose(best, logits[-1].softmax(-1).max().item(), rel_tol=1e-5)
+    assert seen["notes"][0].startswith("the text has 165 tokens and the model reads 128")
+
+
+def test_the_verdict_says_over_how_many_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(printed(capsys, "look", "a yellow bell in the").split())
+    assert "over 16 of the 20 tokens (5 shown)." in text
+    assert "mean weight, source all layers probability change" in text
+    # Of four sources no rank is worth a word.
+    assert "rank correlation" not in printed(capsys, "look", "hell")
+
+
+def test_the_text_comes_from_a_file_or_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("hell\n")
+    assert document(capsys, "look", "--file", str(tmp_path / "text.txt"))["text"] == "hell"
+    monkeypatch.setattr("sys.stdin", io.StringIO("bell\n"))
+    assert document(capsys, "look", "-")["text"] == "bell"
+    monkeypatch.chdir(tmp_path)
+    assert main(["look", "text.txt"]) == 0
+    assert "--file text.txt reads the file" in capsys.readouterr().err
 
 
 def test_bert_guesses_what_is_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +179,14 @@ def test_bert_guesses_what_is_hidden(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["look", "hell", "--layer", "9"], "--layer"),
         (["look", "hell", "--head", "9"], "--head"),
         (["look", "hell", "--top", "0"], "--top"),
-        (["look", "h\u00e9"], "not in the vocabulary"),
-        (["look", "a" * 1000], "the model reads 128 positions"),
+        (["look"], "TEXT: is needed"),
+        (["look", "hell", "--file", "x"], "TEXT: and --file are two texts"),
+        (["look", "--file", "/none"], "--file: does not exist"),
+        (["look", "h\u00e9"], "TEXT: the character 'é' at position 1 is not in the vocabulary"),
+        # What would steer the terminal stays an escape.
+        (["look", "h\x1b[31m"], r"the character '\x1b' at position 1"),
         (["look", "hell", "--model", "/no/such/model"], "no such file or directory"),
+        (["look", "hell", "--model", "a/b/c"], "no such file or directory"),
     ],
 )
 def test_refusals(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +204,68 @@ def test_a_model_without_attention_says_so(
 ) -> None:
     words = models.Characters.of("hello")
     models.save(models.RNN(words, layers=1, width=8, length=16), tmp_path)
-    assert "GRU" in refusal(capsys, "look", "hell", "--model", str(tmp_path))
+    refused = refusal(capsys, "look", "hell", "--model", str(tmp_path), "--head", "0")
+    assert "--head: chooses attention, and an RNN has none" in refused
+    seen = document(capsys, "look", "hello", "--at", "2", "--model", str(tmp_path))
+    # The derivative of the logits at position 2 by each embedded token, worked out on its own.
+    model = models.load(tmp_path)
+    assert isinstance(model, models.RNN)
+    embedded = model.embedding(words.encode("hello"))
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        return model.head(model.recurrent(x[None])[0])[0, 2]
+
+    jacobian = torch.autograd.functional.jacobian(logits, embedded)
+    assert isinstance(jacobian, torch.Tensor)
+    strength = jacobian.square().sum((0, 2)).sqrt()
+    found = {entry["position"]: entry["influence"] for entry in seen["influence"]}
+    assert found == pytest.approx({i: strength[i].item() for i in range(3)}, rel=1e-4)
+    shown = printed(capsys, "look", "hello", "--at", "2", "--model", str(tmp_path))
+    assert "An RNN has no attention" in shown
+    best = max(range(3), key=lambda i: strength[i].item())
+    assert f" {best}  {'hello'[best]}  {strength[best]:.3f}  {'█' * 40}\n" in shown
+    assert main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "t")]) == 2
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub that cannot be reached, and what was asked of it."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("transformers")
+    asked: list[str] = []
+
+    class ConnectError(Exception):
+        pass
+
+    def model_info(self: Any, name: str, **options: Any) -> None:
+        asked.append(name)
+        raise ConnectError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    return asked
+
+
+def test_a_name_is_looked_for_where_it_can_be(
+    no_hub: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models.save(models.load(), tmp_path / "hell-gpt")
+    for wrong in ("hel-gpt", "hel-gpt/", "Hell-GPT2", f"{tmp_path}/hellgpt"):
+        shown = refusal(capsys, "look", "hell", "--model", wrong)
+        assert "no such file or directory" in shown
+        assert "did you mean" in shown
+        assert "hell-gpt" in shown.rpartition("did you mean")[2]
+    assert "OWNER/NAME" in refusal(capsys, "look", "hell", "--model", "zzz")
+    assert "choose one inside of it" in refusal(capsys, "look", "hell", "--model", str(tmp_path))
+    assert "--model: there is" in refusal(capsys, "generate", "hell", "--model", "hel-gpt")
+    assert "SPEC: there is" in refusal(capsys, "audit", "hel-gpt")
+    assert not no_hub
+    assert "the hub cannot be reached" in refusal(capsys, "look", "hell", "--model", "owner/model")
+    assert no_hub == ["owner/model"]
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:

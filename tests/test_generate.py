@@ -177,14 +177,15 @@ def test_the_command_says_what_a_long_prompt_loses(saved, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["hell\u20ac"], r"the character '\u20ac' at position 4"),
-        ([""], "prompt: needs"),
-        (["h", "--model", "/none"], "there is no model.safetensors in /none"),
-        (["h", "--tokens", "-2"], "tokens: needs"),
+        (["hell\u20ac"], "PROMPT: the character '€' at position 4"),
+        ([""], "PROMPT: needs"),
+        (["h", "--model", "/none"], "--model: there is no such file or directory; got '/none'"),
+        (["h", "--tokens", "-2"], "--tokens: needs"),
+        (["h", "--threads", "0"], "--threads: needs"),
         (["h", "--temperature", "0"], "--greedy always takes the likeliest"),
         (["h", "--temperature", "nan"], "--temperature: needs to be above 0; got nan"),
         (["h", "--greedy", "--top-k", "3"], "--greedy: takes the likeliest"),
-        (["h", "--top-k", "0"], "top_k: needs"),
+        (["h", "--top-k", "0"], "--top-k: needs"),
         (["h", "--seed", "-1"], "--seed: needs"),
     ],
 )
@@ -193,6 +194,34 @@ def test_the_command_refuses_with_exit_code_2(arguments, words, capsys):
     out, err = capsys.readouterr()
     assert words in err
     assert out == ""
+
+
+def test_a_token_of_a_small_model_takes_one_thread_and_gives_them_back(monkeypatch):
+    from clearhead.models import threads
+
+    for name in threads._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_AT_START", 2)
+    model, inside = small(GPT), []
+    model.register_forward_hook(lambda *_: inside.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        outside = [torch.get_num_threads() for _ in models.stream(model, "hello", 3)]
+        assert (inside, outside) == ([1] * 3, [2] * 3)
+        models.generate(model, "hello", 1, threads=2)
+        assert inside.pop() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        models.generate(model, "hello", 1)
+        assert inside.pop() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_prompt_comes_from_a_file(saved, tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text("hello\n")
+    words = ["--file", str(tmp_path / "prompt.txt"), "--model", saved(GPT), "--tokens", "0"]
+    assert main(["generate", *words]) == 0
+    assert capsys.readouterr().out == "hello\n"
 
 
 def test_the_command_points_bert_to_look(saved, capsys):

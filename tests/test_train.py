@@ -301,13 +301,15 @@ def test_the_command_goes_on_to_the_same_model(file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["none.txt"], "file: does not exist"),
-        (["tale.txt", "--steps", "-1"], "steps: needs"),
-        (["tale.txt", "--heads", "3"], "heads: needs to divide width; got 3 heads, width 128"),
+        (["none.txt"], "FILE: does not exist"),
+        ([], "FILE: is needed"),
+        (["tale.txt", "--steps", "-1"], "--steps: needs"),
+        (["tale.txt", "--threads", "0"], "--threads: needs"),
+        (["tale.txt", "--heads", "3"], "--heads: needs to divide width; got 3 heads, width 128"),
         (["tale.txt", "--model", "rnn", "--heads", "2"], "an rnn has no heads"),
-        (["tale.txt", "--lr", "nan"], "learning_rate: needs"),
+        (["tale.txt", "--lr", "nan"], "--lr: needs"),
         (["tale.txt", "--length", "9000"], "is too short: a length of 9000 needs 18002"),
-        (["tale.txt", "--width", "1" + "0" * 30, "--heads", "1"], "width: needs"),
+        (["tale.txt", "--width", "1" + "0" * 30, "--heads", "1"], "--width: needs"),
         (["/dev/zero"], "needs to be a text file; got the device /dev/zero"),
         (["tale.txt", "--resume", "none"], "there is no training.safetensors in none"),
         (["tale.txt", "--resume", "none", "--lr", "1", "--heads", "2"], "takes --heads, --lr from"),
@@ -321,8 +323,68 @@ def test_the_command_refuses_before_it_works(file, capsys, arguments, words):
     assert main(["train", *arguments]) == 2
     err = capsys.readouterr().err
     assert words in err
-    assert "step" not in err.replace("steps: needs", "")
+    assert "step " not in err
     assert sorted(os.listdir()) == before
+
+
+def test_a_run_knows_its_text(file, capsys, monkeypatch):
+    assert main(["train", file, "--steps", "2", *TINY]) == 0
+    assert main(["train", file, "--steps", "4", "--out", "whole", *TINY]) == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    on = ["train", "--resume", "../tale-gpt", "--steps", "4"]
+    Path("../tale.txt").rename("moved.txt")
+    capsys.readouterr()
+    assert main(on) == 2
+    assert "FILE: the text of this training is no longer there" in capsys.readouterr().err
+    Path("../tale.txt").write_text(TEXT + "!")
+    assert main(on) == 2
+    assert "not the text that this training began with, or has changed" in capsys.readouterr().err
+    # Where the text lies now is remembered from then on.
+    assert main(["train", "moved.txt", *on[1:-1], "3"]) == 0
+    assert main(on) == 0
+    assert "A sample:\n" + TEXT[:5] in capsys.readouterr().out
+    assert resume("../tale-gpt", steps=9).settings.file == str(Path("moved.txt").resolve())
+
+
+def test_a_run_of_the_library_asks_for_its_text(tmp_path):
+    training(GPT, steps=3).save(tmp_path)
+    with pytest.raises(ValueError, match="file: is needed: this training does not know"):
+        resume(tmp_path)
+
+
+def test_a_small_step_takes_one_thread_and_gives_them_back(monkeypatch):
+    from clearhead.models import threads
+
+    for name in threads._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "_AT_START", 2)
+    run, inside = training(GPT, steps=9, validate_every=1), []
+    run.model.register_forward_hook(lambda *_: inside.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        run.advance()
+        assert set(inside) == {1}
+        assert torch.get_num_threads() == 2
+        # The same step of a model that is not known to be small, and one that was told.
+        monkeypatch.setattr("clearhead.models.train.SMALL", threads.SMALL)
+        for name, value, expected in (("threads", 2, 2), ("threads", 1, 1)):
+            setattr(run, name, value)
+            inside.clear()
+            run.advance()
+            assert set(inside) == {expected}
+        run.threads, run.model.config["width"] = None, threads.SMALL
+        inside.clear()
+        run.advance()
+        assert set(inside) == {2}
+        # Whoever sets torch's threads after the import has chosen.
+        run.model.config["width"] = 16
+        torch.set_num_threads(3)
+        inside.clear()
+        run.advance()
+        assert set(inside) == {3}
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert", "rnn"])
@@ -378,7 +440,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(file):
     assert process.returncode == 130
     assert "Stopping after this step" in err
     assert "Traceback" not in err
-    assert "To go on: clearhead train tale.txt --resume tale-gpt" in out
+    assert "To go on: clearhead train --resume tale-gpt" in out
     assert out.splitlines()[-1] == "Wrote tale-gpt"
     done = resume("tale-gpt", TEXT).step
     assert done >= 1

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 __all__ = ["COMMANDS", "main"]
 
@@ -20,9 +21,19 @@ OK, MISUSE = 0, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit codes: 0 ok, 1 a finding, 2 misuse."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return MISUSE
+    from clearhead.cli._terminal import any_encoding
+
     try:
-        return arguments.run(arguments)
+        with any_encoding():
+            code = arguments.run(arguments)
+            # Here, because a closed pipe may show only now.
+            sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # The reader of a pipe went away (`clearhead look hell | head -3`): that is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -37,11 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISUSE
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ")
+        if words != message and not words.startswith("-"):
+            message += '\n  to do: put several words in quotes, as in clearhead look "hello world"'
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="clearhead", description="Attention that you can see through."
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    from clearhead import __version__
+
+    parser = _Parser(prog="clearhead", description="Attention that you can see through.")
+    parser.add_argument("--version", action="version", version=f"clearhead {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:
         module = import_module(f"clearhead.cli.{name}")
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)

@@ -72,13 +72,14 @@ def render(seen: dict[str, Any], console: Any) -> None:
     console.print(
         Text.assemble(
             "\nWhat difference does it make? The probability of ", (best, "bold"),
-            f" when position {seen['at']} cannot\nread one source, in {found['where']}"
+            f" when position {seen['at']} cannot read one source, in {found['where']}"
             f" (without a cut: {found['probability']:.3f})",
         )
     )  # fmt: skip
     table = Table(box=None, padding=(0, 2, 0, 1), header_style="dim")
-    for name in ("", "source", "weight", "probability", "change"):
-        table.add_column(name, justify="left" if name == "source" else "right")
+    over = found["mean_over"].replace(", ", ",\n")
+    for name in ("", "source", over, "probability", "change"):
+        table.add_column(name, justify="left" if name == "source" else "right", no_wrap=True)
     for row in found["sources"]:
         style = (
             "bold red" if row["change"] < -0.05 else "bold green" if row["change"] > 0.05 else ""
@@ -91,5 +92,16 @@ def render(seen: dict[str, Any], console: Any) -> None:
             Text(f"{row['change']:+.3f}", style=style),
         )
     console.print(table)
-    words = found["words"]
-    console.print(f"{words[0].upper()}{words[1:]}, over {found['compared']} sources.")
+    console.print(_verdict(found, len(seen["tokens"])))
+
+
+def _verdict(found: dict[str, Any], tokens: int) -> str:
+    """Say how good a guide the weights were, and over how many sources that was found."""
+    words, tried = found["words"], found["compared"]
+    words = words[0].upper() + words[1:]
+    if "rank correlation" not in words:
+        return f"{words}."
+    over = f"{tried} of the {tokens} tokens" if tried < tokens else f"all {tokens} tokens"
+    if len(found["sources"]) < tried:
+        over += f" ({len(found['sources'])} shown)"
+    return f"{words}, over {over}."

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
+import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._arguments import named
 from clearhead.errors import value_error
 from clearhead.viewer.text import label, labels, token_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-__all__ = ["Reader", "load"]
+__all__ = ["Reader", "load", "missing"]
 
 SHIPPED = "the shipped GPT"
+# Seconds that the hub has to answer in.
+PATIENCE = 2.5
 
 
 @dataclass
@@ -30,10 +36,30 @@ class Reader:
     """
 
     name: str
-    model: nn.Module
+    model: Any
     kind: str
     tokenizer: Any
     mask_id: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens the model reads at once; None where nothing says so."""
+        config = getattr(self.model, "config", None)
+        said = (
+            getattr(config, "max_position_embeddings", None),
+            getattr(self.tokenizer, "model_max_length", None),
+        )
+        # Tokenizers that know no limit say 1e30.
+        return min((n for n in said if isinstance(n, int) and 0 < n < 1 << 40), default=None)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the model has attention, as far as that is known before it runs."""
+        return True
+
+    def threads(self, positions: int) -> AbstractContextManager[object]:
+        """Work with as many threads as suit the model."""
+        return contextlib.nullcontext()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, special tokens included."""
@@ -56,6 +82,19 @@ class Reader:
 class _Characters(Reader):
     """A teaching model: one token a character."""
 
+    @property
+    def limit(self) -> int | None:
+        return self.model.length if self.attends else None
+
+    @property
+    def attends(self) -> bool:
+        return self.model.name != "rnn"
+
+    def threads(self, positions: int) -> AbstractContextManager[object]:
+        from clearhead.models.threads import small_threads
+
+        return small_threads(positions * self.model.config["width"])
+
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).tolist()
 
@@ -69,19 +108,62 @@ class _Characters(Reader):
             return self.model(torch.tensor([ids]))[0]
 
 
-def load(spec: str | None) -> Reader:
-    """Load the model that `spec` names; a ValueError says what was looked for where."""
+def load(spec: str | None, argument: str = "--model") -> Reader:
+    """Load the model that `spec` names; an error says under `argument` what was looked for."""
+    with named(model=argument):
+        return _load(spec)
+
+
+def _load(spec: str | None) -> Reader:
     if spec is None:
         return _teaching(None)
     path = Path(spec).expanduser()
     if path.is_file():
         return _gguf(path)
     if path.is_dir():
-        ours = (path / "model.safetensors").is_file() and not (path / "config.json").exists()
-        return _teaching(path) if ours else _hugging_face(spec, path)
-    if path.suffix == ".gguf" or path.is_absolute() or spec.startswith("."):
-        raise value_error("--model", "no such file or directory", got=repr(spec))
-    return _hugging_face(spec, None)
+        if (path / "config.json").exists():
+            return _hugging_face(spec, str(path))
+        if not (path / "model.safetensors").is_file():
+            raise _no_model(spec, path)
+        return _teaching(path)
+    if path.suffix == ".gguf" or path.is_absolute() or not _ID.fullmatch(spec):
+        raise missing(spec)
+    return _from_hub(spec)
+
+
+# As the hub names a model, OWNER/NAME; the oldest ones have no owner.
+_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+
+
+def missing(spec: str) -> ValueError:
+    """Build the error for a directory or file that is not there; it names those nearly so."""
+    path = Path(spec).expanduser()
+    hint = "give a directory with a model, a GGUF file, or OWNER/NAME of a model of the hub"
+    if path.parent.is_dir():
+        there = {p.name.lower(): p.name for p in path.parent.iterdir() if _holds_model(p)}
+        near = difflib.get_close_matches(path.name.lower(), there, n=3)
+        if near:
+            names = " or ".join(str(path.parent / there[name]) for name in near)
+            hint = f"did you mean {names}?"
+    return value_error("model", "there is no such file or directory", got=repr(spec), hint=hint)
+
+
+def _no_model(spec: str, path: Path) -> ValueError:
+    inside = sorted(str(p) for p in path.iterdir() if p.is_dir() and _holds_model(p))
+    more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
+    hint = "choose one inside of it: " + ", ".join(inside[:5]) + more if inside else (
+        "a model is config.json with its weights, or what `clearhead train FILE --out DIR` wrote"
+    )  # fmt: skip
+    return value_error("model", "the directory holds no model", got=repr(spec), hint=hint)
+
+
+def _holds_model(path: Path) -> bool:
+    if path.suffix == ".gguf":
+        return path.is_file()
+    try:
+        return any((path / name).is_file() for name in ("config.json", "model.safetensors"))
+    except OSError:
+        return False
 
 
 def _teaching(path: Path | None) -> Reader:
@@ -90,7 +172,7 @@ def _teaching(path: Path | None) -> Reader:
     model = models.load(path)
     vocabulary = model.vocabulary
     if isinstance(vocabulary, int):
-        raise value_error("--model", "has no characters, only token numbers", got=repr(str(path)))
+        raise value_error("model", "has no characters, only token numbers", got=repr(str(path)))
     name = SHIPPED if path is None else str(path)
     if isinstance(model, models.BERT):
         return _Characters(name, model, "masked", vocabulary, vocabulary.number["[MASK]"])
@@ -101,39 +183,71 @@ def _gguf(path: Path) -> Reader:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise value_error(
-                "--model",
+                "model",
                 "a file must be GGUF",
                 got=repr(str(path)),
                 hint="name the directory that holds config.json and model.safetensors instead",
             )
-    return _hugging_face(str(path), path.parent, gguf_file=path.name)
+    return _hugging_face(str(path), str(path.parent), gguf_file=path.name)
 
 
-def _hugging_face(name: str, path: Path | None, **options: Any) -> Reader:
+def _from_hub(name: str) -> Reader:
+    """Take what was fetched before; ask the hub once, and shortly, before anything is fetched."""
+    _transformers(name)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        with contextlib.suppress(ValueError):
+            return _hugging_face(name, name, local_files_only=True)
+    if "/" not in name:
+        raise missing(name)
+    try:
+        HfApi().model_info(name, timeout=PATIENCE)
+    except RepositoryNotFoundError:
+        rule = "is no directory here, and no model of the hub that can be seen"
+        raise value_error("model", rule, got=repr(name)) from None
+    except OfflineModeIsEnabled:
+        rule = "is no directory here, and the hub is not asked while HF_HUB_OFFLINE is set"
+        raise value_error("model", rule, got=repr(name)) from None
+    except Exception as error:
+        # The library of requests has been another one in each version; all have such errors.
+        if not any("Connect" in t.__name__ or "Timeout" in t.__name__ for t in type(error).__mro__):
+            return _hugging_face(name, name)
+        rule = f"is no directory here, and the hub cannot be reached ({error})"
+        hint = "name a directory that exists, or try again with a connection"
+        raise value_error("model", rule, got=repr(name), hint=hint) from error
+    return _hugging_face(name, name)
+
+
+def _transformers(name: str) -> Any:
     try:
         import transformers
     except ImportError as error:
         raise ImportError(
-            f"--model {name} needs transformers; to do: pip install 'clearhead[hf]'"
+            f"{name} needs transformers; to do: pip install 'clearhead[hf]'"
         ) from error
-    source = str(path or name)
+    return transformers
+
+
+def _hugging_face(name: str, source: str, **options: Any) -> Reader:
+    transformers = _transformers(name)
     with _quiet():
         try:
-            if options:
+            wanted = {k: v for k, v in options.items() if k in ("gguf_file", "local_files_only")}
+            if "gguf_file" in options:
                 options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                source, **{k: v for k, v in options.items() if k == "gguf_file"}
-            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **wanted)
             model, kind = _model(transformers, source, options)
         except Exception as error:
             # transformers raises many types here; the person needs the name and the reason.
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise value_error(
-                "--model",
+                "model",
                 "no model could be loaded",
                 got=repr(name),
-                hint="give a directory with config.json and weights, a GGUF file or a model id "
-                f"({reason[0]})",
+                hint="give a directory with config.json, weights and tokenizer, a GGUF file or a "
+                f"model id ({reason[0]})",
             ) from error
     return Reader(name, model.eval(), kind, tokenizer, getattr(tokenizer, "mask_token_id", None))
 
@@ -144,7 +258,8 @@ def _model(transformers: Any, source: str, options: dict[str, Any]) -> tuple[Any
     options = options | {"dtype": torch.float32}
     if options.get("gguf_file"):
         return transformers.AutoModelForCausalLM.from_pretrained(source, **options), "next"
-    architectures = transformers.AutoConfig.from_pretrained(source).architectures or [""]
+    local = {k: v for k, v in options.items() if k == "local_files_only"}
+    architectures = transformers.AutoConfig.from_pretrained(source, **local).architectures or [""]
     if "ForMaskedLM" in architectures[0]:
         return transformers.AutoModelForMaskedLM.from_pretrained(source, **options), "masked"
     if "LMHead" in architectures[0] or "ForCausalLM" in architectures[0]:
@@ -155,15 +270,19 @@ def _model(transformers: Any, source: str, options: dict[str, Any]) -> tuple[Any
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep progress bars and warnings about loading out of the terminal."""
+    from huggingface_hub.utils import logging as hub_chatter
     from transformers.utils import logging as chatter
 
     level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    hub_level = hub_chatter.get_verbosity()
     chatter.set_verbosity(logging.CRITICAL)
+    hub_chatter.set_verbosity(logging.CRITICAL)
     chatter.disable_progress_bar()
     try:
         with contextlib.redirect_stderr(open(os.devnull, "w")) as sink, sink:
             yield
     finally:
         chatter.set_verbosity(level)
+        hub_chatter.set_verbosity(hub_level)
         if bars:
             chatter.enable_progress_bar()

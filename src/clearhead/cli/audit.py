@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._arguments import examples, named
 from clearhead.cli._json import document
 from clearhead.errors import value_error
 
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from clearhead.auditing import Report
+    from clearhead.cli._loading import Reader
 
 HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
 
@@ -42,17 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument("--generation", action="store_true", help="cached decoding against one pass")
     asked.add_argument("--modes", action="store_true", help="train, eval and backends compared")
-    parser.add_argument("--depth", type=int, help="compose the mask over N layers (1)")
-    parser.add_argument("--budget", type=int, help="run at most N changed inputs")
+    parser.add_argument("--depth", type=int, metavar="N", help="compose the mask over N layers (1)")
+    parser.add_argument("--budget", type=int, metavar="N", help="run at most N changed inputs")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--text", help="the text to read (default: random tokens)")
-    source.add_argument("--length", type=int, default=32, help="the number of random tokens (32)")
+    source.add_argument("--text", metavar="TEXT", help="the text to read (default: random tokens)")
+    source.add_argument(
+        "--length", type=int, metavar="N", default=32, help="the number of random tokens (32)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    examples(
+        parser,
+        "clearhead audit",
+        'clearhead audit tale-gpt --text "a yellow bell"',
+        "clearhead audit tale-bert --allowed everything",
+        'clearhead audit mypackage.mymodel:make --allowed "causal & window(4)" --depth 2',
+        "clearhead audit mypackage.mymodel:make --documents 0,0,0,1,1",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit, print, and exit with 1 if something leaks."""
-    report = audit_spec(arguments)
+    with named(depth="--depth", budget="--budget", allowed="--allowed", expression="--allowed"):
+        report = audit_spec(arguments)
     if arguments.json:
         print(document(report.as_dict()))
     else:
@@ -70,19 +86,29 @@ def audit_spec(arguments: argparse.Namespace) -> Report:
     length = len(ids) if ids else arguments.length
     allowed = masks.parse(arguments.allowed or "causal")
     model, inputs = _load(arguments.spec, arguments.text, length)
-    if arguments.padding:
-        return audit.padding(model, _named(model, inputs))
-    if arguments.batch:
-        return audit.batch(model, inputs)
-    if arguments.generation:
-        return audit.generation(model, inputs)
-    if arguments.modes:
-        return audit.modes(model, inputs)
-    depth = 1 if arguments.depth is None else arguments.depth
-    options = {"depth": depth, "budget": arguments.budget}
-    if ids is not None:
-        return audit.documents(model, _placed(model, inputs, ids), ids, **options)
-    return audit(model, inputs, allowed, **options)
+    with _threads(model, length):
+        if arguments.padding:
+            return audit.padding(model, _maskable(model, inputs))
+        if arguments.batch:
+            return audit.batch(model, inputs)
+        if arguments.generation:
+            return audit.generation(model, inputs)
+        if arguments.modes:
+            return audit.modes(model, inputs)
+        depth = 1 if arguments.depth is None else arguments.depth
+        options = {"depth": depth, "budget": arguments.budget}
+        if ids is not None:
+            return audit.documents(model, _placed(model, inputs, ids), ids, **options)
+        return audit(model, inputs, allowed, **options)
+
+
+def _threads(model: Any, length: int) -> AbstractContextManager[object]:
+    """Audit a small model of this library with one thread, as it is trained."""
+    from clearhead.models import BERT, GPT, RNN
+    from clearhead.models.threads import small_threads
+
+    known = isinstance(model, GPT | BERT | RNN)
+    return small_threads(length * model.config["width"]) if known else nullcontext()
 
 
 def _only_with_edges(arguments: argparse.Namespace) -> None:
@@ -110,12 +136,45 @@ def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
         return _made(spec, length)
     from clearhead.cli._loading import load
 
-    reader = load(spec)
+    _refuse_bare_module(spec)
+    reader = load(spec, "SPEC")
     if text is not None:
         import torch
 
-        return reader.model, _named(reader.model, torch.tensor([reader.encode(text)]))
+        with named(text="--text"):
+            ids = reader.encode(text)
+        if not ids:
+            raise value_error("--text", "needs at least one token", got=repr(text))
+        _must_fit(reader, "--text", len(ids))
+        return reader.model, _named(reader.model, torch.tensor([ids]))
+    _must_fit(reader, "--length", length)
     return reader.model, _named(reader.model, _random_tokens(reader.model, length))
+
+
+def _must_fit(reader: Reader, argument: str, length: int) -> None:
+    if reader.limit is not None and length > reader.limit:
+        raise value_error(
+            argument,
+            f"the model reads {reader.limit} positions",
+            got=length,
+            hint=f"give at most {reader.limit} tokens",
+        )
+
+
+def _refuse_bare_module(spec: str | None) -> None:
+    """Say that a factory is missing, where a module is named and no model has that name."""
+    if spec is None or not all(map(str.isidentifier, spec.split("."))) or Path(spec).exists():
+        return
+    sys.path.insert(0, "")
+    try:
+        found = find_spec(spec)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.remove("")
+    if found is not None:
+        hint = f"name what makes the model in it, as in {spec}:make"
+        raise value_error("SPEC", "is a Python module, and not yet a model", got=spec, hint=hint)
 
 
 def _made(spec: str, length: int) -> tuple[Any, Any]:
@@ -165,6 +224,20 @@ def _named(model: Any, inputs: Any) -> Any:
     return dict(zip(names, values, strict=False))
 
 
+def _maskable(model: Any, inputs: Any) -> dict[str, Any]:
+    """Give the arguments of a model that can be told what is padding; refuse any other."""
+    takes = inspect.signature(getattr(model, "forward", model)).parameters
+    any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    if "attention_mask" not in takes and not any_name:
+        raise value_error(
+            "--padding",
+            "needs a model that takes attention_mask",
+            got=f"{type(model).__name__}({', '.join(takes)})",
+            hint="let a factory give a model that does; audit.padding(..., mask=NAME) knows others",
+        )
+    return _named(model, inputs)
+
+
 def _placed(model: Any, inputs: Any, ids: list[int]) -> Any:
     """Say where each document begins, to a model that takes position ids."""
     inputs = _named(model, inputs)
@@ -191,12 +264,13 @@ def _numbers(text: str) -> list[int]:
 
 def render(report: Report) -> None:
     """Print the report, its findings as a table."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout)
-    headline, *lines = str(report).splitlines()
+    from clearhead.cli._terminal import Terminal
+
+    console = Terminal()
+    headline = str(report).splitlines()[0]
     console.print(Text(headline, style="bold green" if report.ok else "bold red"))
     if report.findings:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -206,7 +280,10 @@ def render(report: Report) -> None:
             cells = (f.query, f.source, f"{f.size:.3g}", f"{f.floor:.1g}", f.module)
             table.add_row(*(Text(str(cell)) for cell in cells))
         console.print(table)
+        if report.moved > len(report.findings):
+            console.print(f"and {report.moved - len(report.findings)} more")
         for hint in dict.fromkeys(f.hint for f in report.findings if f.hint):
             console.print(Text(hint))
-    for line in lines[sum(1 + bool(f.hint) for f in report.findings) :]:
+    # The lines below the findings, as the report itself words them.
+    for line in str(replace(report, findings=[], moved=0)).splitlines()[1:]:
         console.print(Text(line))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
+from clearhead.cli._arguments import add_text, examples, named, text_of
 from clearhead.errors import value_error
 
 HELP = "continue a text with a trained model"
@@ -13,14 +16,29 @@ HELP = "continue a text with a trained model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("prompt", metavar="PROMPT", help="the beginning of the text")
+    add_text(parser, "PROMPT", "the beginning of the text")
     parser.add_argument("--model", metavar="DIR", help="a trained model (the shipped GPT)")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add (200)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", default=200, help="how many to add (200)"
+    )
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest")
-    parser.add_argument("--temperature", type=float, help="below 1: bolder, above: wilder (0.8)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="below 1: safer, above: wilder (0.8)"
+    )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest only")
-    parser.add_argument("--seed", type=int, default=0, help="makes the draw repeatable (0)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="makes the draw repeatable (0)"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads to use (1 for a small model)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    examples(
+        parser,
+        "clearhead generate hell",
+        'clearhead generate "the bell" --tokens 80 --greedy',
+        'clearhead generate "once" --model tale-gpt --temperature 0.5 --seed 3',
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,20 +46,34 @@ def run(arguments: argparse.Namespace) -> int:
     from clearhead import models
 
     choice = _choice(arguments)
-    model = models.load(arguments.model)
-    pieces = models.stream(model, arguments.prompt, arguments.tokens, **choice)
+    prompt = text_of(arguments, "PROMPT")
+    with named(model="--model"):
+        model = _load(arguments.model)
+    with named(text="PROMPT", prompt="PROMPT", tokens="--tokens", top_k="--top-k",
+               threads="--threads", model="--model"):  # fmt: skip
+        pieces = models.stream(model, prompt, arguments.tokens, threads=arguments.threads, **choice)
     if arguments.json:
         added = "".join(pieces)
-        document = {"prompt": arguments.prompt, "added": added, "model": model.name, **choice}
+        document = {"prompt": prompt, "added": added, "model": model.name, **choice}
         print(json.dumps(document))
         return 0
-    if model.name == "gpt" and len(arguments.prompt) > model.length:
+    if model.name == "gpt" and len(prompt) > model.length:
         print(f"note: the model reads the last {model.length} characters", file=sys.stderr)
-    print(arguments.prompt, end="", flush=True)
+    print(prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _load(spec: str | None) -> Any:
+    from clearhead import models
+
+    if spec is not None and not Path(spec).expanduser().is_dir():
+        from clearhead.cli._loading import missing
+
+        raise missing(spec)
+    return models.load(spec)
 
 
 def _choice(arguments: argparse.Namespace) -> dict:

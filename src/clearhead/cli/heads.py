@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from clearhead.cli._arguments import examples
 from clearhead.cli._json import document
 from clearhead.errors import value_error
 
@@ -18,14 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold",
         type=float,
+        metavar="SHARE",
         default=0.4,
         help="the mean weight from which a head has a role (0.4)",
     )
     parser.add_argument(
-        "--alike", type=float, default=0.9, help="the cosine from which heads are redundant (0.9)"
+        "--alike",
+        type=float,
+        metavar="COSINE",
+        default=0.9,
+        help="the cosine from which heads are redundant (0.9)",
     )
     parser.add_argument("--top", type=int, default=8, metavar="K", help="heads named a role (8)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    examples(
+        parser, "clearhead scan page.txt --out page.heads && clearhead heads page.heads",
+        "clearhead heads page.heads --threshold 0.3 --top 20",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,19 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def render(found: dict[str, Any], top: int) -> None:
     """Draw the atlas on the terminal: a picture of all heads, then the best of each role."""
-    from rich.console import Console
     from rich.text import Text
 
     from clearhead._heads.atlas import ROLES
+    from clearhead.cli._terminal import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     about, heads = found["about"], found["heads"]
     layers = len({head["layer"] for head in heads})
     console.print(
         Text.assemble(
             (str(about["model"]), "bold"),
-            f": {layers} layers, {len(heads)} heads, over {about['tokens']:,} tokens of "
-            f"{about['corpus']}",
+            f": {_many(layers, 'layer')}, {_many(len(heads), 'head')}, "
+            f"over {about['tokens']:,} tokens of {about['corpus']}",
         )
     )
     console.print(_picture(heads, found["redundant"]))
@@ -79,6 +89,10 @@ def render(found: dict[str, Any], top: int) -> None:
         "tokens must repeat. Weights say where heads look, not what they do with it.",
         style="dim",
     )
+
+
+def _many(number: int, one: str) -> str:
+    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def _picture(heads: list[dict[str, Any]], redundant: list[dict[str, Any]]) -> Any:
@@ -120,5 +134,6 @@ def _redundant(found: dict[str, Any]) -> Any:
         text = "not in a table per document"
     else:
         groups = found["redundant"]
-        text = f"{sum(len(g['heads']) for g in groups)} heads in {len(groups)} groups"
+        alike = sum(len(g["heads"]) for g in groups)
+        text = f"{_many(alike, 'head')} in {_many(len(groups), 'group')}"
     return Text.assemble(("redundant ", "bold"), (f"[cosine ≥ {found['alike']:g}] ", "dim"), text)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from importlib import metadata
 from typing import Any
+
+from clearhead.cli._arguments import examples
 
 HELP = "versions, threads, implementations and instruction sets of this machine"
 OPTIONAL = ("transformers", "gguf", "pyarrow", "onnx")
@@ -16,6 +17,7 @@ OPTIONAL = ("transformers", "gguf", "pyarrow", "onnx")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `clearhead info`."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    examples(parser, "clearhead info", "clearhead info --json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,9 +56,10 @@ def _version(name: str) -> str | None:
 
 
 def _render(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from clearhead.cli._terminal import Terminal
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name in ("clearhead", "python", "torch", "threads", "machine"):
@@ -65,4 +68,4 @@ def _render(facts: dict[str, Any]) -> None:
         table.add_row(Text(f"impl {name}"), Text(state))
     for name, version in facts["optional"].items():
         table.add_row(Text(name), Text(version or "not installed"))
-    Console(file=sys.stdout).print(table)
+    Terminal().print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._arguments import add_text, examples, named, text_of
 from clearhead.cli._json import document
 from clearhead.errors import value_error
 
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from clearhead.cli._loading import Reader
 
 HELP = "what the model predicts for a text, and where a position looks"
-# A map of all weights is drawn for texts of at most this many tokens.
-MAP_LIMIT = 16
+# A map of all weights is made for texts of at most this many tokens.
+MAP_LIMIT = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `clearhead look`."""
-    parser.add_argument("text", metavar="TEXT", help="the text to read")
+    add_text(parser, "TEXT", "the text to read")
     parser.add_argument(
         "--model",
         metavar="SPEC",
@@ -43,30 +44,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=5, metavar="K", help="how many predictions and sources (5)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    examples(
+        parser,
+        "clearhead look hell",
+        'clearhead look "a yellow bell" --at -3 --layer 1 --head 2',
+        'clearhead look "he[MASK]lo" --model tale-bert',
+        "clearhead look --file page.txt --model HuggingFaceTB/SmolLM2-135M",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, then print as text or JSON."""
     if arguments.top < 1:
         raise value_error("--top", "must be at least 1", got=arguments.top)
+    text = text_of(arguments, "TEXT")
     from clearhead.cli._loading import load
 
-    if arguments.model is None:
-        import torch
-
-        # The shipped model is small: more threads would wait for each other longer than they work.
-        torch.set_num_threads(1)
-    seen = look(
-        load(arguments.model),
-        arguments.text,
-        at=arguments.at,
-        layer=arguments.layer,
-        head=arguments.head,
-        top=arguments.top,
-    )
+    with named(text="TEXT", tokens="TEXT"):
+        seen = look(
+            load(arguments.model),
+            text,
+            at=arguments.at,
+            layer=arguments.layer,
+            head=arguments.head,
+            top=arguments.top,
+        )
     if arguments.json:
         print(document(seen))
     else:
+        from clearhead.cli._look import render
+
         render(seen)
     return 0
 
@@ -81,14 +88,54 @@ def look(
     top: int = 5,
 ) -> dict[str, Any]:
     """Run the model over `text` once and gather what is shown, as one JSON-ready dictionary."""
-    import clearhead as ch
-    from clearhead.readings import Entropy, Mass, Rows, Weights
-
-    ids = reader.encode(text)
+    ids, notes = _fitting(reader, reader.encode(text))
     if not ids:
         raise value_error("TEXT", "needs at least one token", got=repr(text))
     at = _position(reader, ids, at)
     ids, masked = _mask(reader, ids, at)
+    names = reader.labels(ids)
+    shown = {
+        "model": reader.name,
+        "kind": reader.kind,
+        "text": text,
+        "tokens": [{"position": i, "id": id_, "label": names[i]} for i, id_ in enumerate(ids)],
+        "at": at,
+        "masked": masked,
+    }
+    with reader.threads(len(ids)):
+        if reader.attends:
+            found = _attention(reader, ids, at, layer, head, names, top)
+        else:
+            found = _influence(reader, ids, at, layer, head, names, top)
+    return shown | found | {"notes": [*notes, *found["notes"]]}
+
+
+def _fitting(reader: Reader, ids: list[int]) -> tuple[list[int], list[str]]:
+    """Take the last tokens that the model can read, after the mark that may open a text."""
+    limit = reader.limit
+    if limit is None or len(ids) <= limit:
+        return ids, []
+    opening = ids[:1] if ids[0] in getattr(reader.tokenizer, "all_special_ids", ()) else []
+    note = (
+        f"the text has {len(ids)} tokens and the model reads {limit}: these are the last, "
+        "counted from 0"
+    )
+    return opening + ids[len(ids) - limit + len(opening) :], [note]
+
+
+def _attention(
+    reader: Reader,
+    ids: list[int],
+    at: int,
+    layer: int | None,
+    head: int | None,
+    names: list[str],
+    top: int,
+) -> dict[str, Any]:
+    """Watch one pass over the text: where the position looks, in every layer and head."""
+    import clearhead as ch
+    from clearhead.readings import Entropy, Mass, Rows, Weights
+
     whole = len(ids) <= MAP_LIMIT
     read = (
         Rows([at]),
@@ -108,18 +155,11 @@ def look(
     if head is not None:
         head = _index("--head", head, rows.shape[0], default=0)
     row = rows.mean(0) if head is None else rows[head]
-    names = reader.labels(ids)
-    shown = {
-        "model": reader.name,
-        "kind": reader.kind,
-        "text": text,
-        "tokens": [{"position": i, "id": id_, "label": names[i]} for i, id_ in enumerate(ids)],
-        "at": at,
-        "masked": masked,
+    return {
         "predictions": _predictions(reader, logits, at, top),
         "layer": layer,
         "head": head,
-        "sources": _sources(row, names, top),
+        "sources": _sources(row, names, top, "weight"),
         "difference": None
         if logits is None
         else _difference(reader, ids, at, layers, layer, chosen, names, top),
@@ -127,7 +167,37 @@ def look(
         "map": _map(layers[layer], head) if whole else None,
         "notes": [str(note) for note in records.notes],
     }
-    return shown
+
+
+def _influence(
+    reader: Reader,
+    ids: list[int],
+    at: int,
+    layer: int | None,
+    head: int | None,
+    names: list[str],
+    top: int,
+) -> dict[str, Any]:
+    """Measure for a model without attention how strongly the answer hangs on each token."""
+    import torch
+
+    import clearhead as ch
+
+    for name, given in (("--layer", layer), ("--head", head)):
+        if given is not None:
+            raise value_error(name, "chooses attention, and an RNN has none", hint="leave it out")
+    strengths = ch.influence(reader.model, torch.tensor([ids]), position=at)[0]
+    return {
+        "predictions": _predictions(reader, reader.predict(ids), at, top),
+        "layer": None,
+        "head": None,
+        "sources": None,
+        "influence": _sources(strengths, names, top, "influence"),
+        "difference": None,
+        "heads": [],
+        "map": None,
+        "notes": [],
+    }
 
 
 def _difference(
@@ -145,15 +215,17 @@ def _difference(
 
     from clearhead.cli._difference import difference
 
-    where, pairs = "all layers and heads at once", None
+    where, over, pairs = "all layers and heads at once", "mean weight, all layers", None
     shown = layers
     if chosen != (None, None):
         heads = range(len(layers[layer]["rows"])) if chosen[1] is None else [chosen[1]]
         pairs = [(layers[layer]["layer"], head % len(layers[layer]["rows"])) for head in heads]
         shown = [{"rows": layers[layer]["rows"][[head for _, head in pairs]]}]
         where = f"layer {layer}, " + ("all heads" if chosen[1] is None else f"head {pairs[0][1]}")
+        over = f"mean weight, layer {layer}" if chosen[1] is None else "weight, this head"
     weights = torch.cat([one["rows"] for one in shown]).mean(0)
-    return {"where": where, **difference(reader, ids, at, weights, names, pairs, top)}
+    found = {"where": where, "mean_over": over}
+    return found | difference(reader, ids, at, weights, names, pairs, top)
 
 
 def _position(reader: Reader, ids: list[int], at: int | None) -> int:
@@ -214,12 +286,12 @@ def _predictions(
     ]
 
 
-def _sources(row: Tensor, names: list[str], top: int) -> list[dict[str, Any]]:
+def _sources(row: Tensor, names: list[str], top: int, key: str) -> list[dict[str, Any]]:
     best = row.topk(min(top, row.shape[-1]))
     return [
-        {"position": position, "label": names[position], "weight": weight}
-        for position, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        if weight > 0
+        {"position": position, "label": names[position], key: number}
+        for position, number in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        if number > 0
     ]
 
 
@@ -239,7 +311,8 @@ def _heads(layers: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any
                     },
                 }
                 | {
-                    name: float(layer[name][head])
+                    # Rounding leaves the entropy of one source a little below 0.
+                    name: max(0.0, float(layer[name][head]))
                     for name in ("entropy", "self", "previous", "first")
                 }
             )
@@ -256,125 +329,3 @@ def _map(layer: dict[str, Any], head: int | None) -> dict[str, Any]:
         "weights": chosen.tolist(),
         "allowed": may.tolist() if may is not None else [[True] * size for _ in range(size)],
     }
-
-
-def render(seen: dict[str, Any]) -> None:
-    """Draw what `look` gathered on the terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    heads = len([entry for entry in seen["heads"] if entry["layer"] == seen["layer"]])
-    layers = 1 + max(entry["layer"] for entry in seen["heads"])
-    console.print(
-        Text.assemble(
-            (seen["model"], "bold"), f": {layers} layers, {len(seen['heads'])} heads in all"
-        )
-    )
-    console.print(_strip(seen))
-    asker = Text.assemble(f"position {seen['at']} ", (seen["tokens"][seen["at"]]["label"], "bold"))
-    if seen["predictions"] is None:
-        console.print("\nThis model has no head that predicts tokens; it is only watched.")
-    else:
-        verb = "What stands at" if seen["masked"] else "What comes after"
-        console.print(Text.assemble("\n", verb, " ", asker, "?"))
-        console.print(_bars(seen["predictions"], "probability", console.width))
-    which = f"mean over {heads} heads" if seen["head"] is None else f"head {seen['head']}"
-    console.print(Text.assemble("\nWhere ", asker, f" looks (layer {seen['layer']}, {which})"))
-    console.print(_bars(seen["sources"], "weight", console.width))
-    if seen["difference"]:
-        from clearhead.cli import _difference
-
-        _difference.render(seen, console)
-    if seen["map"]:
-        console.print(
-            f"\nWho attends to whom (layer {seen['layer']}, {which}; rows look at columns, in %)"
-        )
-        console.print(_grid(seen))
-    console.print(Text.assemble("\nEvery head, at ", asker))
-    console.print(_table(seen))
-    console.print(
-        "Weights say where a head looks, not what made the difference: "
-        "a useful intuition, not a guarantee.",
-        style="dim",
-    )
-
-
-def _strip(seen: dict[str, Any]) -> Any:
-    from rich.text import Text
-
-    strip = Text()
-    for token in seen["tokens"]:
-        chosen = token["position"] == seen["at"]
-        strip.append(token["label"], style="bold reverse" if chosen else "")
-        strip.append(" ")
-    return strip
-
-
-def _bars(entries: list[dict[str, Any]], key: str, width: int) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
-    room = max(8, min(40, width - 34))
-    for entry in entries:
-        cells = [
-            Text(entry["label"], style="bold"),
-            Text(f"{entry[key]:.3f}"),
-            _bar(entry[key], room),
-        ]
-        if "position" in entry:
-            cells.insert(0, Text(str(entry["position"]), justify="right", style="dim"))
-        table.add_row(*cells)
-    return table
-
-
-def _bar(share: float, room: int) -> Any:
-    from rich.text import Text
-
-    eighths = round(share * room * 8)
-    partial = " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-    return Text("█" * (eighths // 8) + partial, style="cyan")
-
-
-def _grid(seen: dict[str, Any]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    names = [token["label"] for token in seen["tokens"]]
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", style="dim", justify="right")
-    for name in names:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    rows = zip(names, seen["map"]["weights"], seen["map"]["allowed"], strict=True)
-    for position, (name, weights, allowed) in enumerate(rows):
-        cells = [
-            Text(f"{100 * weight:.0f}", style=_shade(weight)) if may else Text("·", style="dim")
-            for weight, may in zip(weights, allowed, strict=True)
-        ]
-        table.add_row(Text(name, style="bold" if position == seen["at"] else ""), *cells)
-    return table
-
-
-def _shade(weight: float) -> str:
-    return "bold cyan" if weight >= 0.5 else "cyan" if weight >= 0.2 else ""
-
-
-def _table(seen: dict[str, Any]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("layer", "head", "strongest source", "entropy", "self", "previous", "first"):
-        table.add_column(name, justify="left" if name == "strongest source" else "right")
-    for entry in seen["heads"]:
-        best = entry["strongest"]
-        source = Text.assemble(
-            (f"{best['position']:>3} ", "dim"), (best["label"], "bold"), f" {best['weight']:.2f}"
-        )
-        numbers = [
-            Text(f"{entry[name]:.2f}", style=_shade(entry[name]) if name != "entropy" else "")
-            for name in ("entropy", "self", "previous", "first")
-        ]
-        table.add_row(str(entry["layer"]), str(entry["head"]), source, *numbers)
-    return table

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._arguments import named
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
     from clearhead.masks import Mask
 
-# Without a UTF-8 terminal.
-ASCII = str.maketrans("■·░▒▓", "#.-+*")
 # Runs of sources listed for a row.
 SHOWN = 20
 HELP = "who may attend to whom, drawn from an expression"
@@ -61,19 +60,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask the mask, then print as text or JSON."""
     from clearhead import masks
 
-    mask = masks.parse(arguments.expression)
-    query, source = _sizes(mask, arguments.query, arguments.source)
-    cells = 32 if arguments.json else _cells(query, source)
-    seen = describe(
-        mask,
-        query,
-        source,
-        row=arguments.row,
-        why=arguments.why,
-        sample=arguments.sample,
-        head=arguments.head,
-        cells=cells,
-    )
+    with named(expression="EXPR", sample="--sample", head="--head"):
+        mask = masks.parse(arguments.expression)
+        query, source = _sizes(mask, arguments.query, arguments.source)
+        cells = 32 if arguments.json else _cells(query, source)
+        seen = describe(
+            mask,
+            query,
+            source,
+            row=arguments.row,
+            why=arguments.why,
+            sample=arguments.sample,
+            head=arguments.head,
+            cells=cells,
+        )
     if arguments.json:
         print(json.dumps(seen, ensure_ascii=True))
     else:
@@ -99,11 +99,13 @@ def describe(
     which = {"query": query, "source": source, "sample": sample, "head": head}
     seen: dict[str, Any] = {"expression": repr(mask), **which}
     if row is not None:
-        seen["row"] = {"query": row, "sources": mask.row(row, **which)}
+        with named(i="--row"):
+            seen["row"] = {"query": row, "sources": mask.row(row, **which)}
     if why is not None:
         i, j = why
-        verdict, *reasons = mask.why(i, j, **which).split("\n")
-        allowed = j % source in mask.row(i, **which)
+        with named(i="--why I", j="--why J"):
+            verdict, *reasons = mask.why(i, j, **which).split("\n")
+            allowed = j % source in mask.row(i, **which)
         seen["why"] = {"allowed": allowed, "verdict": verdict, "reasons": reasons}
     if row is None and why is None:
         maps = mask.maps(query, source, sample=sample, head=head, cells=cells)
@@ -133,12 +135,11 @@ def _cells(query: int, source: int) -> int:
 
 def render(seen: dict[str, Any]) -> None:
     """Draw what `describe` gathered on the terminal."""
-    from rich.console import Console
+    from clearhead.cli._terminal import Terminal
 
-    console = Console(highlight=False)
-    legible = console.encoding.lower().startswith("utf")
+    console = Terminal()
     for line in lines(seen):
-        console.print(_coloured(line if legible else line.translate(ASCII)), soft_wrap=True)
+        console.print(_coloured(line), soft_wrap=True)
 
 
 def lines(seen: dict[str, Any]) -> list[str]:

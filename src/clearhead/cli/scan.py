@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._arguments import examples
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
@@ -50,20 +51,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a record of a text file is (line)",
     )
     parser.add_argument(
-        "--field", default="text", help="the JSON field or Parquet column that is read (text)"
+        "--field",
+        metavar="NAME",
+        default="text",
+        help="the JSON field or Parquet column that is read (text)",
     )
     parser.add_argument(
         "--length",
         type=int,
+        metavar="N",
         help=f"cut records into sequences of at most N tokens ({LENGTH}, or what the model reads)",
     )
     parser.add_argument(
         "--batch",
         type=int,
+        metavar="N",
         default=32,
         help="run up to N sequences of one length together; the table is the same (32)",
     )
-    parser.add_argument("--limit", type=int, help="read the first N records only")
+    parser.add_argument("--limit", type=int, metavar="N", help="read the first N records only")
     parser.add_argument(
         "--per-document", action="store_true", help="one row for each record, instead of for all"
     )
@@ -72,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     going.add_argument("--force", action="store_true", help="write over FILE, start over")
     parser.add_argument(
         "--every", type=float, default=30, metavar="SECONDS", help="between checkpoints (30)"
+    )
+    examples(
+        parser,
+        "clearhead scan page.txt --out page.heads",
+        "clearhead scan corpus.jsonl --model HuggingFaceTB/SmolLM2-135M --out corpus.heads",
+        "clearhead scan corpus.jsonl --out corpus.heads --resume",
     )
 
 
@@ -150,6 +162,13 @@ def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) 
     from clearhead.heads import Survey
 
     reader = load(arguments.model)
+    if not reader.attends:
+        raise value_error(
+            "--model",
+            "an RNN has no attention, so there is nothing to measure",
+            got=reader.name,
+            hint="scan a gpt or bert; clearhead look shows what an answer of an RNN hangs on",
+        )
     length = _length(reader, arguments.length)
     about: dict[str, Any] = {
         "model": reader.name,

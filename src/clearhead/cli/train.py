@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clearhead.cli._arguments import examples, named
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
@@ -24,26 +27,38 @@ INTERRUPTED = 130  # as a shell gives it for a command that Ctrl-C ended
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. What --resume takes from the checkpoint has no default here."""
-    parser.add_argument("file", metavar="FILE", help="a text in UTF-8")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="a text in UTF-8")
     parser.add_argument("--model", choices=("gpt", "bert", "rnn"), help="which model (gpt)")
     parser.add_argument("--out", metavar="DIR", help="where the model goes (FILE-MODEL)")
-    parser.add_argument("--steps", type=int, help="how many steps (600)")
-    parser.add_argument("--batch", type=int, help="windows of text in a step (16)")
-    parser.add_argument("--length", type=int, help="characters in a window (128)")
-    parser.add_argument("--layers", type=int, help="layers (4; rnn 2)")
-    parser.add_argument("--heads", type=int, help="heads in a layer (4)")
-    parser.add_argument("--width", type=int, help="features of a position (128; rnn 256)")
-    parser.add_argument("--dropout", type=float, help="share that is dropped in training (0.1)")
-    parser.add_argument("--lr", type=float, help="largest learning rate (0.003)")
-    parser.add_argument("--seed", type=int, help="makes a run repeatable (0)")
+    parser.add_argument("--steps", type=int, metavar="N", help="how many steps (600)")
+    parser.add_argument("--batch", type=int, metavar="N", help="windows of text in a step (16)")
+    parser.add_argument("--length", type=int, metavar="N", help="characters in a window (128)")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers (4; rnn 2)")
+    parser.add_argument("--heads", type=int, metavar="N", help="heads in a layer (4)")
+    parser.add_argument("--width", type=int, metavar="N", help="features a position (128; rnn 256)")
+    parser.add_argument(
+        "--dropout", type=float, metavar="SHARE", help="share that is dropped in training (0.1)"
+    )
+    parser.add_argument("--lr", type=float, metavar="RATE", help="largest learning rate (0.003)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes a run repeatable (0)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads to use (1 for a small model)"
+    )
     parser.add_argument("--resume", metavar="DIR", help="go on with a training that was stopped")
     parser.add_argument("--force", action="store_true", help="overwrite a model in --out")
+    examples(
+        parser,
+        "clearhead train tale.txt",
+        "clearhead train tale.txt --model bert --steps 2000 --out tale-bert",
+        "clearhead train --resume tale-gpt --steps 1200",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, save at every validation and at the end, show a sample."""
     try:
-        return _train(arguments)
+        with named(**_OPTIONS):
+            return _train(arguments)
     except RuntimeError as error:
         # torch has no error of its own for this on the CPU.
         if "can't allocate memory" not in str(error):
@@ -52,10 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise MemoryError(f"the training does not fit into memory: {advice}") from None
 
 
-def _train(arguments: argparse.Namespace) -> int:
-    from clearhead.models import read_text
+# What the library calls the arguments.
+_OPTIONS = {"file": "FILE", "learning_rate": "--lr", "model": "--resume"} | {
+    name: f"--{name}"
+    for name in ("steps", "batch", "length", "layers", "heads", "width", "dropout", "seed",
+                 "threads", "resume")
+}  # fmt: skip
 
-    text = read_text(arguments.file)
+
+def _train(arguments: argparse.Namespace) -> int:
+    text = _text(arguments)
     training = _resumed(arguments, text) if arguments.resume else _fresh(arguments, text)
     out = _prepared(arguments, training)
     with _stop_signal() as stopped, _display(training) as show:
@@ -67,7 +88,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 break
     if training.step < training.settings.steps:
         print(f"Stopped after step {training.step} of {training.settings.steps}.")
-        print(f"To go on: clearhead train {arguments.file} --resume {out}")
+        print(f"To go on: clearhead train --resume {shlex.quote(str(out))}")
     else:
         print(_sample(training.model, text))
     print(f"Wrote {out}")
@@ -84,14 +105,29 @@ def _fresh(arguments: argparse.Namespace, text: str) -> Training:
     if kind is RNN and arguments.heads is not None:
         raise value_error("--heads", "is for gpt and bert: an rnn has no heads")
     sizes = _given(arguments, "length", "layers", "heads", "width", "dropout")
-    settings = Settings(**_settings(arguments))
+    settings = Settings(**_settings(arguments), file=_whole(arguments.file))
     vocabulary = Characters.of(text, kind.special)
     _must_fit(kind, vocabulary, sizes)
     # A seed gives the same weights, and the caller's random state is left alone.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = kind(vocabulary, **sizes)
-    return text_training(model, text, settings)
+    return text_training(model, text, settings, threads=arguments.threads)
+
+
+def _text(arguments: argparse.Namespace) -> str:
+    from clearhead.models import read_text
+    from clearhead.models.train import text_of
+
+    if arguments.file is not None:
+        return read_text(arguments.file)
+    if arguments.resume is None:
+        raise value_error("FILE", "is needed", hint="name a text, or --resume DIR to go on")
+    return text_of(arguments.resume)
+
+
+def _whole(file: str) -> str:
+    return str(Path(file).expanduser().resolve())
 
 
 def _must_fit(kind: Any, vocabulary: Any, sizes: dict[str, Any]) -> None:
@@ -128,7 +164,10 @@ def _resumed(arguments: argparse.Namespace, text: str) -> Training:
     if fixed or _given(arguments, "lr", "seed"):
         names = ", ".join(f"--{name}" for name in [*fixed, *_given(arguments, "lr", "seed")])
         raise value_error("--resume", f"takes {names} from the checkpoint", hint="leave them out")
-    return resume(arguments.resume, text, steps=arguments.steps)
+    training = resume(arguments.resume, text, steps=arguments.steps, threads=arguments.threads)
+    if arguments.file is not None:
+        training.settings = replace(training.settings, file=_whole(arguments.file))
+    return training
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +192,8 @@ def _prepared(arguments: argparse.Namespace, training: Training) -> Path:
     if arguments.resume and arguments.out is None:
         out = Path(arguments.resume).expanduser()
     else:
-        out = Path(arguments.out or f"{Path(arguments.file).stem}-{training.model.name}")
+        stem = Path(training.settings.file).stem
+        out = Path(arguments.out or f"{stem}-{training.model.name}")
         out = out.expanduser()
         taken = [name for name in (MODEL_FILE, TRAINING_FILE) if (out / name).exists()]
         if taken and not arguments.force:

@@ -14,6 +14,7 @@ from clearhead.models.checkpoint import Model
 from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN
 from clearhead.models.text import Characters
+from clearhead.models.threads import check_threads, small_threads
 
 __all__ = ["generate", "next_tokens", "stream"]
 
@@ -33,6 +34,7 @@ def stream(model: Model, prompt: str, tokens: int = 100, **choice) -> Iterator[s
 
     `temperature` divides the logits (0 always takes the likeliest token), `top_k` keeps the k
     likeliest, `seed` makes the draw repeatable, `cache=False` works every token out afresh.
+    `threads` is for large models: a small one is quickest with the one thread it takes.
     """
     model, vocabulary = _writer(model)
     start = vocabulary.encode(prompt)
@@ -48,6 +50,7 @@ def next_tokens(
     top_k: int | None = None,
     seed: int = 0,
     cache: bool = True,
+    threads: int | None = None,
 ) -> Iterator[int]:
     """Continue token numbers. A GPT sees the last `model.length` of them, an RNN all."""
     if len(start) == 0:
@@ -58,10 +61,11 @@ def next_tokens(
         raise value_error("temperature", "needs to be a number of 0 or more", got=temperature)
     if top_k is not None and top_k < 1:
         raise value_error("top_k", "needs to be 1 or more", got=top_k)
-    return _steps(model, start, tokens, temperature, top_k, seed, cache)
+    check_threads(threads)
+    return _steps(model, start, tokens, temperature, top_k, seed, cache, threads)
 
 
-def _steps(model, start, tokens, temperature, top_k, seed, cache) -> Iterator[int]:
+def _steps(model, start, tokens, temperature, top_k, seed, cache, threads) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     text = start.tolist()
     memory, fed = model.new_cache(), 0
@@ -72,7 +76,8 @@ def _steps(model, start, tokens, temperature, top_k, seed, cache) -> Iterator[in
             # The window slides on: each token in it has a new position, so nothing can be kept.
             memory, fed = model.new_cache(), max(len(text) - int(min(limit, len(text))), 0)
         new = torch.tensor([text[fed:]], device=device)
-        with torch.no_grad():
+        # Not around the yield: what the caller does in between keeps its own threads.
+        with torch.no_grad(), small_threads(new.numel() * model.config["width"], threads):
             logits = model(new, cache=memory)[0, -1]
         fed = len(text)
         text.append(choose(logits.cpu(), temperature, top_k, generator))

@@ -78,9 +78,10 @@ class Characters:
         around = text[max(position - 10, 0) : position + 11]
         return value_error(
             "text",
-            f"the character {text[position]!a} at position {position} is not in the vocabulary",
-            got=ascii(around),
-            hint=f"use these {len(self.characters)} characters: {self.characters!a}",
+            # repr shows letters of any script, and escapes what would steer a terminal.
+            f"the character {text[position]!r} at position {position} is not in the vocabulary",
+            got=repr(around),
+            hint=f"use these {len(self.characters)} characters: {self.characters!r}",
         )
 
 

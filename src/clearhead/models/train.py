@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from clearhead.errors import value_error
 from clearhead.models import checkpoint
-from clearhead.models.text import Characters, shipped_text
+from clearhead.models.text import Characters, read_text, shipped_text
+from clearhead.models.threads import SMALL, check_threads, small_threads
 
 __all__ = ["Settings", "Step", "Training", "text_training"]
 
@@ -42,6 +43,7 @@ class Settings:
     clip: float = 1.0
     validate_every: int = 50
     text: str = ""  # a digest of the text, so that a run goes on with the text it began with
+    file: str = ""  # where the text lay, so that a run can go on without being told
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
@@ -87,6 +89,9 @@ class Training:
 
     `batches(number)` gives the batch of a step: tokens, targets (-100 where nothing is asked) and
     a mask or None. It has to give the same batch for the same number each time.
+
+    A small model is trained by one thread, because more would wait for each other longer than they
+    work. `threads` chooses; so do OMP_NUM_THREADS and `torch.set_num_threads`.
     """
 
     def __init__(
@@ -95,8 +100,11 @@ class Training:
         batches: Callable[[int], Batch],
         settings: Settings,
         validation: Sequence[Batch] = (),
+        threads: int | None = None,
     ) -> None:
+        check_threads(threads)
         self.model: Any = model
+        self.threads = threads
         self.batches = batches
         self.settings = settings
         self.validation = validation
@@ -115,11 +123,16 @@ class Training:
 
     def advance(self) -> Step:
         """Do one step of gradient descent."""
-        self.model.train()
-        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate_at(self.step)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_mixed(self.settings.seed, self.step))
-            loss = loss_of(self.model, self.batches(self.step))
+            batch = self.batches(self.step)
+            with small_threads(self._numbers(batch), self.threads):
+                return self._descend(batch)
+
+    def _descend(self, batch: Batch) -> Step:
+        self.model.train()
+        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate_at(self.step)
+        loss = loss_of(self.model, batch)
         if not loss.isfinite():
             raise value_error(
                 "learning_rate",
@@ -139,9 +152,14 @@ class Training:
         if not self.validation:
             return None
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), small_threads(self._numbers(self.validation[0]), self.threads):
             losses = [loss_of(self.model, batch).item() for batch in self.validation]
         return sum(losses) / len(losses)
+
+    def _numbers(self, batch: Batch) -> int:
+        """Count what one layer hands to the next; a model of another make counts as large."""
+        width = getattr(self.model, "config", {}).get("width", SMALL + 1)
+        return batch[0].numel() * width
 
     def save(self, path: str | Path) -> None:
         """Write all that is needed to go on, then the model itself, into a directory."""
@@ -164,7 +182,9 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def text_training(model: checkpoint.Model, text: str, settings: Settings) -> Training:
+def text_training(
+    model: checkpoint.Model, text: str, settings: Settings, *, threads: int | None = None
+) -> Training:
     """Set up the training of a model of characters on a text; the last tenth is for validation."""
     assert isinstance(model.vocabulary, Characters)
     need = 2 * (model.length + 1)
@@ -189,34 +209,67 @@ def text_training(model: checkpoint.Model, text: str, settings: Settings) -> Tra
     generator = torch.Generator().manual_seed(0)
     validation = [model.task(window, generator) for window in windows]
     settings = replace(settings, text=hashlib.sha256(text.encode()).hexdigest())
-    return Training(model, batches, settings, validation)
+    return Training(model, batches, settings, validation, threads)
 
 
-def resume(path: str | Path, text: str, *, steps: int | None = None) -> Training:
-    """Take up a training of `text_training` where it was saved. More `steps` make it longer."""
+def resume(
+    path: str | Path,
+    text: str | None = None,
+    *,
+    steps: int | None = None,
+    threads: int | None = None,
+) -> Training:
+    """Take up a training of `text_training` where it was saved. More `steps` make it longer.
+
+    Without a `text`, the file that `Settings.file` named is read again.
+    """
     path = Path(path).expanduser()
     tensors, header = checkpoint.read(path / TRAINING_FILE)
-    try:
-        saved = dict(header.pop("training"))
-        step = saved.pop("step")
-        settings = Settings(**saved)
-        if not isinstance(step, int) or step < 0:
-            raise TypeError(f"step {step!r}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise value_error(
-            "resume", f"the state of the training is damaged ({error})", got=path
-        ) from None
+    step, settings = _state(header, path)
+    text = text_of(path) if text is None else text
     if hashlib.sha256(text.encode()).hexdigest() != settings.text:
-        raise value_error("file", "is not the text that this training began with", got=path)
+        rule = "is not the text that this training began with, or has changed since"
+        began = f"{path}, begun with {settings.file}" if settings.file else path
+        raise value_error("file", rule, got=began)
     settings = replace(settings, steps=steps or settings.steps)
     if step >= settings.steps:
         hint = f"ask for more than that, for example --steps {2 * step}"
         raise value_error("resume", f"all {settings.steps} steps are done", got=path, hint=hint)
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    training = text_training(checkpoint.build(weights, header, path), text, settings)
+    model = checkpoint.build(weights, header, path)
+    training = text_training(model, text, settings, threads=threads)
     training.step = step
     _restore(training.optimizer, tensors, path)
     return training
+
+
+def _state(header: dict[str, Any], path: Path) -> tuple[int, Settings]:
+    try:
+        saved = dict(header.pop("training"))
+        step = saved.pop("step")
+        settings = Settings(**saved)
+        if not isinstance(step, int) or step < 0 or not isinstance(settings.file, str):
+            raise TypeError(f"step {step!r}, file {settings.file!r}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise value_error(
+            "resume", f"the state of the training is damaged ({error})", got=path
+        ) from None
+    return step, settings
+
+
+def text_of(path: str | Path) -> str:
+    """Read the text of a saved training again, from where it lay when the training began."""
+    path = Path(path).expanduser()
+    _, settings = _state(checkpoint.read(path / TRAINING_FILE)[1], path)
+    if not settings.file:
+        rule = "is needed: this training does not know where its text lies"
+        raise value_error("file", rule, got=path)
+    if not Path(settings.file).is_file():
+        raise value_error(
+            "file", "the text of this training is no longer there", got=settings.file,
+            hint="name the file that holds it now",
+        )  # fmt: skip
+    return read_text(settings.file)
 
 
 def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path) -> None:

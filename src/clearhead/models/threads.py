@@ -1,0 +1,54 @@
+"""How many threads a small model works with: one, unless somebody chose."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from clearhead.errors import value_error
+
+__all__ = ["SMALL", "check_threads", "small_threads"]
+
+# Numbers in what one layer hands to the next (batch x position x width) up to which one thread is
+# used. Each operation on so many is done in about 0.3 ms, so a second thread can win half of that;
+# but threads wait for each other after every operation, and where another program uses the core,
+# the wait is a slice of the scheduler (3 ms and more). Measured beside other work on two cores, a
+# training step took 9 to 48 times the processor time with two threads, up to 131,072 numbers.
+SMALL = 1 << 18
+# Whoever sets torch's threads after this import, or through the environment, has chosen.
+_AT_START = torch.get_num_threads()
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse what is no number of threads."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise value_error("threads", "needs to be a whole number of 1 or more", got=threads)
+
+
+@contextlib.contextmanager
+def small_threads(numbers: int, threads: int | None = None) -> Iterator[int]:
+    """Use one thread inside the block for small work, and afterwards as many as before.
+
+    >>> with small_threads(1000, threads=1):
+    ...     torch.get_num_threads()
+    1
+
+    `numbers` is batch x position x width. `threads` is the caller's own choice and wins; so do
+    OMP_NUM_THREADS, MKL_NUM_THREADS and `torch.set_num_threads`.
+    """
+    check_threads(threads)
+    before = torch.get_num_threads()
+    chosen = before != _AT_START or any(name in os.environ for name in _VARIABLES)
+    wanted = threads or (before if chosen or numbers > SMALL else 1)
+    if wanted == before:
+        yield before
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield wanted
+    finally:
+        torch.set_num_threads(before)
