@@ -164,12 +164,48 @@ def test_nested_tensors_get_a_pointer() -> None:
         ch.attend(jagged, jagged, jagged)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("scaled_dot_product_attention", "attend"), ("causal", "masks.causal"),
+        ("Weights", "readings.Weights"), ("GPT", "models.GPT"), ("load", "models.load"),
+        ("look", "clearhead look"), ("padding", "masks.lengths"), ("knockot", "knockout"),
+    ],
+)  # fmt: skip
+def test_names_that_are_not_there_are_answered(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name}.*; did you mean .*{meant}"):
+        getattr(ch, name)
+    with pytest.raises(AttributeError, match=r"attribute 'qqq'$"):
+        ch.qqq  # noqa: B018
+
+
+def test_what_is_printed_at_a_prompt_is_short() -> None:
+    model = ch.models.load()
+    tokens = torch.tensor([[3, 4, 5, 5]])
+    with torch.no_grad(), ch.watch(model, read=readings.Weights()) as seen:
+        model(tokens)
+    line = "layer 1 call 0 self blocks.1.attention: 1 x 4 heads, 4 queries, 4 sources, by attend"
+    assert repr(seen[1]) == line
+    assert line in repr(seen)
+    assert repr(ch.heads.measure(model, tokens)).startswith("Survey of 4 layers, over 1 seq")
+    alone = Alone()
+    with ch.watch(alone, read=readings.Entropy()) as seen:
+        alone(torch.randn(1, 3, 4))
+    assert "(the model itself): 1 x 1 heads, 3 queries" in repr(seen[0])
+    assert repr(seen[0]).endswith("sources, by hand")
+
+
 def test_shapes_are_aligned() -> None:
     with pytest.raises(ValueError) as caught:
         ch.attend(Q, K[..., :3], K)
     lines = str(caught.value).splitlines()
     assert lines[1:4] == ["  query  (2, 6, 5, 4)", "  key    (2, 3, 7, 3)", "  value  (2, 3, 7, 4)"]
     assert lines[4].startswith("  to do: ")
+
+
+class Alone(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT / 2).softmax(-1) @ x
 
 
 def test_a_refused_call_draws_no_random_number() -> None:

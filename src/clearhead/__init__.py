@@ -69,11 +69,47 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import what is heavy, or seldom used, at the first use."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'clearhead' has no attribute {name!r}")
+        meant = "" if name.startswith("_") else _meant(name)
+        also = f"; did you mean {meant}?" if meant else ""
+        raise AttributeError(f"module 'clearhead' has no attribute {name!r}{also}")
     home = import_module(f"clearhead.{_HOMES[name]}")
     found = home if _HOMES[name] == name else getattr(home, name)
     globals()[name] = found
     return found
+
+
+# What other libraries call it, or where one would look first.
+_ELSEWHERE = {
+    **dict.fromkeys(("scaled_dot_product_attention", "sdpa", "flash_attention"), "attend"),
+    **dict.fromkeys(("Attention", "SelfAttention", "MHA"), "MultiheadAttention"),
+    **dict.fromkeys(("GPT", "BERT", "RNN", "Characters", "load"), "models.{name}"),
+    "train": "models.train, or the command `clearhead train FILE`",
+    "softmax": "attend(q, k, v, read=readings.Weights())",
+    "weights": "readings.Weights()",
+    "rollout": "influence(model, inputs)",
+    "attribution": "influence(model, inputs)",
+    **dict.fromkeys(
+        ("look", "view", "visualize", "show", "plot"),
+        "the command `clearhead look TEXT`, or watch(model)",
+    ),
+    **dict.fromkeys(("trace", "hook", "capture"), "watch(model)"),
+    **dict.fromkeys(("patch", "intervene"), "knockout or ablate"),
+}
+
+
+def _meant(name: str) -> str:
+    """What somebody may have meant by a name that is not there; empty where nothing is near."""
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name].format(name=name)
+    for home in (masks, readings):
+        if name in home.__all__:
+            return f"{home.__name__.removeprefix('clearhead.')}.{name}"
+    import difflib
+
+    from clearhead.masks._parse import guess
+
+    near = difflib.get_close_matches(name, __all__, n=2, cutoff=0.7)
+    return " or ".join(near) or (f"masks.{mask}" if (mask := guess(name)) else "")
 
 
 def __dir__() -> list[str]:

@@ -109,6 +109,14 @@ class Survey:
         self._chosen: list[int] | None = None
         self._heads = 0
 
+    def __repr__(self) -> str:
+        seen = f"{self.sequences} sequences of together {self.tokens} tokens"
+        of = f"{len(self.layers)} layers" if self.layers else "no layers yet"
+        return (
+            f"{type(self).__name__} of {of}, over {seen}; "
+            f"mean(name) and variance(name) of {', '.join(STATISTICS)}"
+        )
+
     @property
     def layers(self) -> list[Layer]:
         """The statistics of each attention call so far."""

@@ -59,6 +59,15 @@ class Record:
     prompt: int | None = None  # under generate(): how many of the positions are the prompt's
     source_heads: int | None = None  # heads of the keys; None where the call did not show them
 
+    def __repr__(self) -> str:
+        batch, heads, query, source = self.sizes
+        module = self.module or "(the model itself)"
+        return (
+            f"layer {self.layer} call {self.call} {self.kind} {module}: "
+            f"{batch} x {heads} heads, {query} queries, {source} sources, "
+            f"by {self.how.removeprefix('by ')}"
+        )
+
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the heads that share a key head, for each key head."""
@@ -132,12 +141,9 @@ class Seen(Sequence[Record]):
 
     def __repr__(self) -> str:
         lines = [f"{len(self)} attention calls seen"]
-        for record in self._records[:40]:
-            batch, heads, query, source = record.sizes
-            lines.append(
-                f"  layer {record.layer} call {record.call} {record.kind} {record.module or '-'}: "
-                f"{batch} x {heads} heads, {query} queries, {source} sources, by {record.how}"
-            )
+        lines += [f"  {record!r}" for record in self._records[:40]]
+        if len(self) > 40:
+            lines.append(f"  and {len(self) - 40} more")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
