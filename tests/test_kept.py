@@ -124,6 +124,19 @@ class TestWaiting:
         gc.collect()
         assert torch.equal(value[0], right)
 
+    @pytest.mark.parametrize("through", [False, True])
+    def test_records_go_with_the_last_who_holds_them(self, through):
+        gc.collect()
+        gc.disable()
+        try:
+            _, seen = self.see(through=through)
+            all_of_it, record = weakref.ref(seen), weakref.ref(seen[0])
+            del seen
+            assert all_of_it() is None
+            assert record() is None
+        finally:
+            gc.enable()
+
     def test_records_outlive_model_and_block(self):
         x, seen = self.see()
         _, want = ch.attend(x, x, x, masks.causal(), read=self.READ)

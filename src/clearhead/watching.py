@@ -250,6 +250,8 @@ def watch(
         watcher.seer = seer
         yield watcher.seen
     watcher.finish(seer.modules, seer)
+    # A cycle would hold the records when the caller has let them go.
+    del watcher.seer
 
 
 class _Watcher(Handler):
