@@ -6,6 +6,7 @@ below one is what it prints. A `console` block holds commands (`$ ...`), each wi
 
 from __future__ import annotations
 
+import codeop
 import contextlib
 import doctest
 import importlib
@@ -48,6 +49,32 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
         if index + 1 < len(found) and found[index + 1][0] == "text":
             assert_alike(printed.getvalue(), found[index + 1][1])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_can_be_pasted_into_a_prompt(page: Path) -> None:
+    for language, block, line in blocks(page):
+        if language == "python":
+            assert pastes(block), (page.name, line)
+
+
+def pastes(block: str) -> bool:
+    """Whether a prompt takes it: a `with`, `for` or `def` ends at its first empty line, only."""
+    lines: list[str] = []
+    for text in [*block.splitlines(), ""]:
+        lines.append(text)
+        try:
+            whole = codeop.compile_command("\n".join(lines)) is not None
+        except SyntaxError:
+            return False
+        lines = [] if whole else lines
+    return not lines
+
+
+def test_a_block_that_cannot_be_pasted_is_found() -> None:
+    assert pastes("for x in y:\n    a(x)\n\nb()\n")
+    assert not pastes("for x in y:\n    a(x)\nb()\n")
+    assert not pastes("class A:\n    x = 1\n\n    y = 2\n")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
