@@ -231,11 +231,17 @@ def test_special_tokens_are_read_where_they_are_written_out():
 
 @pytest.mark.parametrize(
     ("text", "name", "position"),
-    [("he\u20aco", r"'\\u20ac'", 2), ("Hello", "'H'", 0), ("hell\udcff", r"'\\udcff'", 4)],
+    [("he\u20aco", "'\u20ac'", 2), ("Hello", "'H'", 0), ("hell\udcff", r"'\\udcff'", 4)],
 )
 def test_an_unknown_character_is_named_with_its_place(text, name, position):
     with pytest.raises(ValueError, match=f"the character {name} at position {position} is not"):
         Characters.of("hello").encode(text)
+
+
+def test_a_vocabulary_prints_as_what_makes_it():
+    for letters in (Characters.of("he\nllo"), Characters.of("hello", special=BERT.special)):
+        again = eval(repr(letters))
+        assert (again.characters, again.special) == (letters.characters, letters.special)
 
 
 def test_a_vocabulary_holds_a_character_once():

@@ -44,6 +44,10 @@ class Characters:
     def __len__(self) -> int:
         return len(self.names)
 
+    def __repr__(self) -> str:
+        special = f", {self.special!r}" if self.special else ""
+        return f"Characters({self.characters!r}{special})"
+
     def encode(self, text: str, *, special: bool = True) -> Int[Tensor, " position"]:
         """Turn text into token numbers; a character the vocabulary lacks is a ValueError.
 
