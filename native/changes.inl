@@ -44,7 +44,8 @@ struct Changes {
   // The entropy's share, from the logarithm of the weight; a weight that underflows has none.
   f with_entropy(f grad, f log_weight, int j) const {
     if (!given.entropy) return grad;
-    return Vec::fma(Vec::load(entropy + j), Vec::max(Vec::set1(-1000.f), log_weight), grad);
+    const f change = Vec::add(Vec::max(Vec::set1(-1000.f), log_weight), Vec::set1(1.f));
+    return Vec::fma(Vec::load(entropy + j), change, grad);
   }
 
   void add(int64_t from, int64_t n, float* grads) {

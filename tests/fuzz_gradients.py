@@ -208,9 +208,9 @@ def _slacks(
             (1,) * (4 - drawn.more["bias"].ndim) + tuple(drawn.more["bias"].shape)
         ).reshape(drawn.more["bias"].shape)
     if "sinks" in drawn.more:
-        # The gradient of a log-sum-exp reaches the sink without passing a weight.
+        # These reach the sink without passing a weight, also in a row that has none.
         for reading, share in zip(read, pulls[1:], strict=True):
-            if isinstance(reading, readings.LogSumExp):
+            if isinstance(reading, readings.LogSumExp | readings.Entropy):
                 summed = summed + share.abs()[..., None]
         each = s.sink.detach()[..., None] * (row_error + 4 * (relative + long) * summed)
         slacks["sinks"] = 4 * each.sum((0, 2, 3))

@@ -36,7 +36,7 @@ class Changes:
     def __init__(self, inputs: _kernel.Inputs, lse: Tensor):
         self.inputs, self.lse = inputs, lse
         self.shape, self.source = tuple(inputs.query.shape[:3]), inputs.key.shape[2]
-        # sum_k p_ik x_ik of each row, all but the context's share.
+        # sum_k p_ik x_ik of each row, all but the context's share; the kernel adds what it finds.
         self.terms = torch.zeros(self.shape, dtype=torch.float32)
         self.entropy: Tensor | None = None
         self.distance: Tensor | None = None
@@ -75,8 +75,8 @@ class Changes:
                 many, largest = _kernel.largest_entropy(self.inputs)
                 own = torch.where(many, share / largest, 0)
             self.entropy = _sum(self.entropy, own)
-            # -(ln p + 1) for the kernel's -ln p: the weights of a row sum to 1 less its sink's.
-            self.terms += own * sink_weights(self.inputs.problem, self.lse)
+            # Of -(ln p + 1): the weights of a row sum to 1 less its sink's.
+            self.terms += own * (sink_weights(self.inputs.problem, self.lse) - 1)
         elif isinstance(reading, readings.Distance):
             self.distance = _sum(self.distance, share)
         elif isinstance(reading, readings.Mass):
@@ -149,10 +149,6 @@ class Changes:
             getattr(call, name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in given))
         if self.edges is not None:
             self.edges.tell(call, part)
-
-    def worth(self) -> Tensor:
-        """sum_k p_ik x_ik of each row, as the sinks need it; right once the kernel has run."""
-        return self.terms if self.entropy is None else self.terms - self.entropy
 
 
 def _sum(total: Tensor | None, x: Tensor) -> Tensor:

@@ -111,6 +111,6 @@ def sink_gradient(
     """A sink takes weight from all sources of its rows, and brings no value."""
     delta = (out.float() * grad.float()).sum(-1)
     if changes is not None:
-        delta = delta + changes.worth()
+        delta = delta + changes.terms
     assert problem.sinks is not None
     return -(sink_weights(problem, lse) * delta).sum((0, 2)).to(problem.sinks.dtype)
