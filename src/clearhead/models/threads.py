@@ -13,7 +13,7 @@ from clearhead.errors import value_error
 __all__ = ["SMALL", "check_threads", "small_threads"]
 
 # Numbers in what one layer hands to the next (batch x position x width) up to which one thread is
-# used. An operation on so many takes about 0.3 ms (the default training: 800 in a step of 0.2 s), so
+# used. An operation on so many takes about 0.3 ms (the default training: 800 in 0.2 s), so
 # a second thread can win half of that; but threads wait for each other after every operation, and
 # where another program uses the core, the wait is a slice of the scheduler (3 ms and more). Beside
 # other work on two cores a training step took 9 to 48 times the processor time with two threads.
