@@ -224,7 +224,7 @@ class TestWords:
             return Effects(rows, 0.0, small).words
 
         assert words([1.0, 2.0], 0.0) == words([1.0] * 4, 0.0)
-        assert "guide" in words([1.0, 2.0, 3.0, 4.0], 0.0)
+        assert "by eye" in words([1.0, 2.0, 3.0, 4.0], 0.0)
         assert "no cut makes a difference" in words([0.001, 0.002, -0.003, 0.004, 0.005], 0.01)
         assert "good guide" in words([0.001, 0.002, -0.003, 0.004, 0.005], 0.001)
 
@@ -237,7 +237,7 @@ class TestWords:
     def test_print(self):
         text = str(ch.effects(gpt(), tokens(), edges=[(3, 1), (10, 2)]))
         assert "(10, 2)" in text
-        assert "guide" in text
+        assert "by eye" in text
         by_head = str(ch.effects(gpt(), tokens()))
         assert "layer 1 head 2 " in by_head
         assert "(1, 2)" not in by_head

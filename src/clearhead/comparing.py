@@ -73,7 +73,9 @@ class Effects(Sequence[Effect]):
         """Say how good a guide to the effect the weight is here, where so few numbers can tell."""
         found = self.rank_correlation
         if len(self) < FEW:
-            return f"{FEW} cuts and more tell whether weight is a guide to the effect"
+            return (
+                f"compare weight and change by eye: of fewer than {FEW} cuts the ranks tell nothing"
+            )
         if max(abs(row.effect) for row in self) <= self.small:
             return "here no cut makes a difference, whatever its weight"
         if math.isnan(found):
