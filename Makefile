@@ -24,7 +24,7 @@ demo: $(STAMP)  ## set up, then see who attends to whom in "hell"
 test: $(STAMP)  ## set up, then run the tests
 	$(BIN)/python -m pytest
 
-real: $(STAMP) $(MODELS)/.fetched  ## fetch three real models (170 MB), then run the tests on them
+real: $(STAMP) $(MODELS)/.fetched  ## fetch three real models (180 MB), then run the tests on them
 	HF_HUB_OFFLINE=1 CLEARHEAD_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest --override-ini=addopts= tests/real
 
 $(MODELS)/.fetched: $(STAMP) tests/real/fetch.py
