@@ -199,6 +199,7 @@ class TestWaiting:
         _, seen = self.see(layers=3)
         with torch.inference_mode():
             assert seen[0].value[0].shape == (1, 3, 2053)
+        assert not any(x.is_inference() for x in tree_leaves(seen[0].value))
         with torch.device("meta"):
             assert seen[1].value[0].device.type == "cpu"
         torch.set_default_dtype(torch.float64)

@@ -110,7 +110,7 @@ class Changes:
         every = sorted({position for positions in chosen.values() for position in positions})
         row_of = torch.full((query,), -1, dtype=torch.int32)
         row_of[every] = torch.arange(len(every), dtype=torch.int32)
-        total = torch.zeros(*self.shape[:2], len(every), self.source)
+        total = torch.zeros(*self.shape[:2], len(every), self.source, dtype=torch.float32)
         for reading, share in self.maps:
             total.index_add_(2, row_of[list(chosen[reading])].long(), share)
         return row_of, total

@@ -63,7 +63,8 @@ class Kept:
         return self._value
 
     def _unpacked(self, block: mmap.mmap) -> Any:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        # The first to look may do so in inference mode; the tensors are for all who look.
+        with torch.inference_mode(False), torch._C.DisableTorchFunction(), torch.no_grad():
             leaves = [
                 x.numbers(block).to(x.dtype, copy=True) if isinstance(x, _Place) else x
                 for x in self._leaves
