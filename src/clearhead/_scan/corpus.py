@@ -10,9 +10,8 @@ from typing import IO, Any, NamedTuple
 
 from clearhead.errors import value_error
 
-__all__ = ["FORMATS", "Corpus", "Record"]
+__all__ = ["Corpus", "Record"]
 
-FORMATS = ("text", "jsonl", "parquet")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 # Longer texts are read in pieces, each a record, so that memory does not grow with them; a line of
 # JSON, which cannot be cut, has at most so many bytes.
