@@ -444,12 +444,14 @@ def test_parquet_columns(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_misuse_is_refused_before_any_work(corpus: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
+    out, pipe = tmp_path / "out", tmp_path / "pipe"
+    os.mkfifo(pipe)
     cases: list[tuple[list[object], str]] = [
         ([tmp_path / "missing", "--out", out], "CORPUS: does not exist"),
         ([tmp_path, "--out", out], "CORPUS: needs to be a file; got the directory"),
         (["/dev/null", "--out", out], "CORPUS: needs to be a file; got the device"),
         ([corpus, "--out", tmp_path], "--out: needs to be a file; got the directory"),
+        ([corpus, "--out", pipe, "--force"], "--out: needs to be a file; got the device or pipe"),
         ([corpus, "--out", tmp_path / "no" / "out"], "--out: lies in no directory that exists"),
         ([corpus, "--out", corpus, "--force"], "--out: is the corpus itself"),
         ([corpus, "--out", out, "--batch", 0], "--batch: must be at least 1"),

@@ -137,6 +137,9 @@ def _check(arguments: argparse.Namespace, target: Path) -> None:
         raise value_error("--every", "must be a number of seconds", got=arguments.every)
     if target.is_dir():
         raise value_error("--out", "needs to be a file", got=f"the directory {target}")
+    if target.exists() and not target.is_file():
+        # A table takes the place of what has its name, be it a device.
+        raise value_error("--out", "needs to be a file", got=f"the device or pipe {target}")
     if not target.parent.is_dir():
         raise value_error("--out", "lies in no directory that exists", got=target)
     if not os.access(target.parent, os.W_OK):

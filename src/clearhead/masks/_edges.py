@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from clearhead._choice import is_number
 from clearhead.errors import type_error, value_error
 from clearhead.masks._data import SHOWN
 from clearhead.masks._mask import Block, Mask
@@ -129,10 +130,10 @@ def _pair(pair: Any) -> tuple[int, int]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise type_error("pairs", "is a list of (query, source) pairs", got=repr(pair), hint=HINT)
     for number in pair:
-        if not isinstance(number, int) or isinstance(number, bool):
+        if not is_number(number):
             raise type_error("pairs", "holds positions, as integers", got=repr(tuple(pair)))
         if not 0 <= number < LIMIT:
             hint = "how many positions there are is not known here, so none counts from the end"
             rule = f"holds positions counted from 0, up to {LIMIT - 1}"
             raise value_error("pairs", rule, got=tuple(pair), hint=hint)
-    return pair[0], pair[1]
+    return int(pair[0]), int(pair[1])
