@@ -13,11 +13,10 @@ from clearhead.errors import value_error
 __all__ = ["SMALL", "check_threads", "small_threads"]
 
 # Numbers in what one layer hands to the next (batch x position x width) up to which one thread is
-# used. An operation on so many takes about 0.3 ms (the default training: 800 in 0.2 s), so
-# a second thread can win half of that; but threads wait for each other after every operation, and
-# where another program uses the core, the wait is a slice of the scheduler (3 ms and more). Beside
-# other work on two cores a training step took 9 to 48 times the processor time with two threads.
-SMALL = 1 << 18
+# used. On two idle cores a second thread makes a training step of the GPT 1.05 times faster at
+# 2^15, 1.2 at 2^16 and 1.4 at 2^18 (the default); beside other work it makes a small one 9 to 48
+# times slower, as threads wait for each other after every operation, a slice of the scheduler each.
+SMALL = 1 << 17
 # Whoever sets torch's threads after this import, or through the environment, has chosen.
 _AT_START = torch.get_num_threads()
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
