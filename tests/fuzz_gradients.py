@@ -184,7 +184,8 @@ def _slacks(
     problem = fuzz_native.right(drawn)
     eps, own = 2.0**-23, torch.finfo(drawn.query.dtype).eps
     rough = 0.0 if drawn.query.dtype == torch.float32 else own
-    relative = torch.where(w > 1e-30, problem.weight_error / w, 0).amax(-1, keepdim=True) + rough
+    off = (problem.weight_error - 1e-38) / w.clamp(min=1e-40)
+    relative = torch.where(w > 1e-40, off, 0).amax(-1, keepdim=True) + rough
     terms = pull @ v.mT + _weigh_on(read, s, drawn, outputs, pulls)
     x_error = eps * (8 + 2 * v.shape[-1] ** 0.5 + w.shape[-1] ** 0.5) * terms + 2 * rough * terms
     summed = (w * terms).sum(-1, keepdim=True)
