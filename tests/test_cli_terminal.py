@@ -139,3 +139,20 @@ def test_a_table_keeps_what_it_needs(
     table.add_row("0123456789")
     Terminal().print(table)
     assert "0123456789" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "said"),
+    [
+        ("mask causal -q 4", ">&-", 0, ""),
+        ("mask causal -q x", ">&-", 2, "-q"),
+        ("generate -", "<&-", 2, "standard input is closed"),
+    ],
+)
+def test_closed_streams(words: str, closed: str, code: int, said: str) -> None:
+    """A daemon may start us without standard input or output."""
+    line = f"{sys.executable} -m clearhead {words} {closed}"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

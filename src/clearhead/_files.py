@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from clearhead.errors import value_error
+
 __all__ = ["replacing"]
 
 
@@ -23,7 +25,10 @@ def replacing(path: Path) -> Iterator[Path]:
     'new'
 
     A full disk or a lost machine leaves the old file or the new one, and an error leaves no rest.
+    What is there and is no file (a device, a pipe, a directory) is a ValueError: it would be lost.
     """
+    if path.exists() and not path.is_file():
+        raise value_error("path", "names a file", got=f"{path}, which is there and is none")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part

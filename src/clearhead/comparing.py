@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from clearhead import masks
+from clearhead._choice import is_number
 from clearhead._cut import edits
 from clearhead._cut.choosing import Chosen, chosen
 from clearhead._cut.cutter import Cut, Edges, OtherBatch, Place, cutting
@@ -223,11 +224,11 @@ def _cut_of(edge: Any) -> Mask:
 
 
 def _position(argument: str, number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool):
+    if not is_number(number):
         raise type_error(argument, "takes positions", got=repr(number))
     if number < 0:
         raise value_error(argument, "takes positions counted from 0", got=number)
-    return number
+    return int(number)
 
 
 def _column(source: int) -> Mask:

@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISUSE
     from clearhead.cli._terminal import any_encoding
 
+    if sys.stdout is None:  # closed by who started us, as a daemon's may be
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         with any_encoding():
             code = arguments.run(arguments)

@@ -38,6 +38,8 @@ def text_of(arguments: argparse.Namespace, metavar: str) -> str:
 
         with named(file="--file"):
             return read_text(file).removesuffix("\n")
+    if given == "-" and sys.stdin is None:
+        raise value_error(metavar, "cannot be read, as standard input is closed", hint="give it")
     if given == "-":
         return sys.stdin.read().removesuffix("\n")
     if "." in given and _is_file(given):
