@@ -290,4 +290,5 @@ def main(count: int, first: int = 0, check: Callable[[int], None] = check) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(*map(int, sys.argv[1:])) else 0)
+    count, *first = map(int, sys.argv[1:])
+    sys.exit(1 if main(count, *first[:1]) else 0)
