@@ -132,7 +132,7 @@ def _pair(pair: Any) -> tuple[int, int]:
     for number in pair:
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise type_error("pairs", "holds positions, as integers", got=repr(tuple(pair)))
-        if not 0 <= number < LIMIT:
+        if not 0 <= int(number) < LIMIT:
             hint = "how many positions there are is not known here, so none counts from the end"
             rule = f"holds positions counted from 0, up to {LIMIT - 1}"
             raise value_error("pairs", rule, got=tuple(pair), hint=hint)
