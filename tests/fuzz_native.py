@@ -290,5 +290,5 @@ def main(count: int, first: int = 0, check: Callable[[int], None] = check) -> in
 
 
 if __name__ == "__main__":
-    count, *first = map(int, sys.argv[1:])
-    sys.exit(1 if main(count, *first[:1]) else 0)
+    count, first = (*map(int, sys.argv[1:]), 0)[:2]
+    sys.exit(1 if main(count, first) else 0)

@@ -519,9 +519,9 @@ def test_sizes_that_disagree_raise_with_both() -> None:
     with pytest.raises(ValueError, match="made for 2 samples, the call has 3"):
         masks.lengths([5, 4]).dense(5, batch=3)
     with pytest.raises(ValueError, match=r"keep.* is made for 3 sources, document.* for 4"):
-        masks.keep([True] * 3) & masks.document([0] * 4)
+        _ = masks.keep([True] * 3) & masks.document([0] * 4)
     with pytest.raises(ValueError, match=r"is made for 2 samples, .* for 3"):
-        masks.lengths([1, 2]) | masks.lengths([1, 2, 3])
+        _ = masks.lengths([1, 2]) | masks.lengths([1, 2, 3])
     with pytest.raises(ValueError, match="at most as many"):
         masks.document([0, 1]).dense(3, 2)
     with pytest.raises(ValueError, match="made for 2 queries, the call has 3"):
@@ -601,9 +601,9 @@ def test_composition_with_other_things() -> None:
     assert torch.equal((eye - masks.causal()).dense(3), torch.zeros(3, 3) > 0)
     assert torch.equal((~eye | masks.causal()).dense(3), ~eye | masks.causal().dense(3))
     with pytest.raises(TypeError, match="unsupported operand"):
-        masks.causal() & 3  # pyright: ignore[reportOperatorIssue]
+        _ = masks.causal() & 3  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(TypeError):
-        masks.causal() & torch.ones(3, 3)
+        _ = masks.causal() & torch.ones(3, 3)
 
 
 def test_no_samples_and_no_positions() -> None:
