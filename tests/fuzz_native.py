@@ -273,6 +273,26 @@ def _close(name: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
     )
 
 
+def shifted(draw: Callable[[int], Any]) -> Callable[[int], Any]:
+    """A lie: problems whose mask stands one source beside the one that the call is given."""
+
+    def lying(seed: int) -> Any:
+        drawn = draw(seed)
+        drawn.allowed = drawn.allowed.roll(1, -1)
+        return drawn
+
+    return lying
+
+
+def fails(check: Callable[[int], None], seed: int) -> bool:
+    """Whether the problem is answered wrongly."""
+    try:
+        check(seed)
+    except AssertionError:
+        return True
+    return False
+
+
 def main(count: int, first: int = 0, check: Callable[[int], None] = check) -> int:
     """Check so many problems; returns how many failed."""
     torch.set_num_threads(1)

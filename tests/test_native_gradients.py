@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 import clearhead as ch
 from clearhead import masks, readings
 from clearhead._impl import _kernel, native
-from tests import fuzz_gradients
+from tests import fuzz_gradients, fuzz_native
 
 kernel: Any = _kernel._native
 ISAS = kernel.available() if kernel else []
@@ -274,20 +274,5 @@ class TestFuzz:
             fuzz_gradients.check(seed)
 
     def test_a_lie_is_caught(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        honest = fuzz_gradients.draw
-
-        def shifted(seed: int) -> fuzz_gradients.Drawn:
-            drawn = honest(seed)
-            drawn.allowed = drawn.allowed.roll(1, -1)
-            return drawn
-
-        monkeypatch.setattr(fuzz_gradients, "draw", shifted)
-        assert sum(_fails(seed) for seed in range(60)) > 15
-
-
-def _fails(seed: int) -> bool:
-    try:
-        fuzz_gradients.check(seed)
-    except AssertionError:
-        return True
-    return False
+        monkeypatch.setattr(fuzz_gradients, "draw", fuzz_native.shifted(fuzz_gradients.draw))
+        assert sum(fuzz_native.fails(fuzz_gradients.check, seed) for seed in range(60)) > 15
