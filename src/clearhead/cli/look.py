@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clearhead.cli._arguments import add_text, examples, named, text_of
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 HELP = "what the model predicts for a text, and where a position looks"
 # A map of all weights is made for texts of at most this many tokens.
 MAP_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is looked at: a position of a text, and the layer and head if they were chosen."""
+
+    reader: Reader
+    ids: list[int]
+    names: list[str]
+    at: int
+    layer: int | None
+    head: int | None
+    top: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,11 +116,9 @@ def look(
         "at": at,
         "masked": masked,
     }
+    asked = Asked(reader, ids, names, at, layer, head, top)
     with reader.threads(len(ids)):
-        if reader.attends:
-            found = _attention(reader, ids, at, layer, head, names, top)
-        else:
-            found = _influence(reader, ids, at, layer, head, names, top)
+        found = _attention(asked) if reader.attends else _influence(asked)
     return shown | found | {"notes": [*notes, *found["notes"]]}
 
 
@@ -123,20 +135,13 @@ def _fitting(reader: Reader, ids: list[int]) -> tuple[list[int], list[str]]:
     return opening + ids[len(ids) - limit + len(opening) :], [note]
 
 
-def _attention(
-    reader: Reader,
-    ids: list[int],
-    at: int,
-    layer: int | None,
-    head: int | None,
-    names: list[str],
-    top: int,
-) -> dict[str, Any]:
+def _attention(asked: Asked) -> dict[str, Any]:
     """Watch one pass over the text: where the position looks, in every layer and head."""
     import clearhead as ch
     from clearhead.readings import Entropy, Mass, Rows, Weights
 
-    whole = len(ids) <= MAP_LIMIT
+    at, size = asked.at, len(asked.ids)
+    whole = size <= MAP_LIMIT
     read = (
         Rows([at]),
         Entropy(),
@@ -145,54 +150,44 @@ def _attention(
         Mass(ch.masks.first(1)),
         *((Weights(),) if whole else ()),
     )
-    with ch.watch(reader.model, read=read) as records:
-        logits = reader.predict(ids)
-    layers = [_layer(record, at, len(ids)) for record in records]
+    with ch.watch(asked.reader.model, read=read) as records:
+        logits = asked.reader.predict(asked.ids)
+    layers = [_layer(record, at, size) for record in records]
     layers = [found for found in layers if found is not None]
-    chosen = (layer, head)
-    layer = _index("--layer", layer, len(layers), default=len(layers) - 1)
-    rows = layers[layer]["rows"]
+    layer = _index("--layer", asked.layer, len(layers), default=len(layers) - 1)
+    rows, head = layers[layer]["rows"], asked.head
     if head is not None:
         head = _index("--head", head, rows.shape[0], default=0)
     row = rows.mean(0) if head is None else rows[head]
     return {
-        "predictions": _predictions(reader, logits, at, top),
+        "predictions": _predictions(asked, logits),
         "layer": layer,
         "head": head,
-        "sources": _sources(row, names, top, "weight"),
-        "difference": None
-        if logits is None
-        else _difference(reader, ids, at, layers, layer, chosen, names, top),
-        "heads": _heads(layers, names),
+        "sources": _sources(asked, row, "weight"),
+        "difference": None if logits is None else _difference(asked, layers, layer, head),
+        "heads": _heads(layers, asked.names),
         "map": _map(layers[layer], head) if whole else None,
         "notes": [str(note) for note in records.notes],
     }
 
 
-def _influence(
-    reader: Reader,
-    ids: list[int],
-    at: int,
-    layer: int | None,
-    head: int | None,
-    names: list[str],
-    top: int,
-) -> dict[str, Any]:
+def _influence(asked: Asked) -> dict[str, Any]:
     """Measure for a model without attention how strongly the answer hangs on each token."""
     import torch
 
     import clearhead as ch
 
-    for name, given in (("--layer", layer), ("--head", head)):
+    for name, given in (("--layer", asked.layer), ("--head", asked.head)):
         if given is not None:
             raise value_error(name, "chooses attention, and an RNN has none", hint="leave it out")
-    strengths = ch.influence(reader.model, torch.tensor([ids]), position=at)[0]
+    model, tokens = asked.reader.model, torch.tensor([asked.ids])
+    strengths = ch.influence(model, tokens, position=asked.at)[0]
     return {
-        "predictions": _predictions(reader, reader.predict(ids), at, top),
+        "predictions": _predictions(asked, asked.reader.predict(asked.ids)),
         "layer": None,
         "head": None,
         "sources": None,
-        "influence": _sources(strengths, names, top, "influence"),
+        "influence": _sources(asked, strengths, "influence"),
         "difference": None,
         "heads": [],
         "map": None,
@@ -201,14 +196,7 @@ def _influence(
 
 
 def _difference(
-    reader: Reader,
-    ids: list[int],
-    at: int,
-    layers: list[dict[str, Any]],
-    layer: int,
-    chosen: tuple[int | None, int | None],
-    names: list[str],
-    top: int,
+    asked: Asked, layers: list[dict[str, Any]], layer: int, head: int | None
 ) -> dict[str, Any]:
     """Cut in all layers and heads at once, or in the layer and head that were asked for."""
     import torch
@@ -217,15 +205,17 @@ def _difference(
 
     where, over, pairs = "all layers and heads at once", "mean weight, all layers", None
     shown = layers
-    if chosen != (None, None):
-        heads = range(len(layers[layer]["rows"])) if chosen[1] is None else [chosen[1]]
-        pairs = [(layers[layer]["layer"], head % len(layers[layer]["rows"])) for head in heads]
-        shown = [{"rows": layers[layer]["rows"][[head for _, head in pairs]]}]
-        where = f"layer {layer}, " + ("all heads" if chosen[1] is None else f"head {pairs[0][1]}")
-        over = f"mean weight, layer {layer}" if chosen[1] is None else "weight, this head"
+    if asked.layer is not None or head is not None:
+        rows = layers[layer]["rows"]
+        heads = list(range(len(rows))) if head is None else [head]
+        pairs = [(layers[layer]["layer"], each) for each in heads]
+        shown = [{"rows": rows[heads]}]
+        where = f"layer {layer}, " + ("all heads" if head is None else f"head {head}")
+        over = f"mean weight, layer {layer}" if head is None else "weight, this head"
     weights = torch.cat([one["rows"] for one in shown]).mean(0)
     found = {"where": where, "mean_over": over}
-    return found | difference(reader, ids, at, weights, names, pairs, top)
+    reader, ids = asked.reader, asked.ids
+    return found | difference(reader, ids, asked.at, weights, asked.names, pairs, asked.top)
 
 
 def _position(reader: Reader, ids: list[int], at: int | None) -> int:
@@ -272,24 +262,22 @@ def _layer(record: Any, at: int, size: int) -> dict[str, Any] | None:
     }
 
 
-def _predictions(
-    reader: Reader, logits: Tensor | None, at: int, top: int
-) -> list[dict[str, Any]] | None:
+def _predictions(asked: Asked, logits: Tensor | None) -> list[dict[str, Any]] | None:
     if logits is None:
         return None
-    best = logits[at].float().softmax(-1).topk(min(top, logits.shape[-1]))
+    best = logits[asked.at].float().softmax(-1).topk(min(asked.top, logits.shape[-1]))
     ids = best.indices.tolist()
-    names = [reader.labels([id_])[0] for id_ in ids]
+    names = [asked.reader.labels([id_])[0] for id_ in ids]
     return [
         {"id": id_, "label": name, "probability": probability}
         for id_, name, probability in zip(ids, names, best.values.tolist(), strict=True)
     ]
 
 
-def _sources(row: Tensor, names: list[str], top: int, key: str) -> list[dict[str, Any]]:
-    best = row.topk(min(top, row.shape[-1]))
+def _sources(asked: Asked, row: Tensor, key: str) -> list[dict[str, Any]]:
+    best = row.topk(min(asked.top, row.shape[-1]))
     return [
-        {"position": position, "label": names[position], key: number}
+        {"position": position, "label": asked.names[position], key: number}
         for position, number in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         if number > 0
     ]
