@@ -89,6 +89,10 @@ def agree(inputs: dict, **call: Any) -> None:
 
 class TestReadings:
     @pytest.mark.parametrize("name", READ)
+    def test_one_asked_twice(self, isa: str, name: str) -> None:
+        agree(given(), mask=masks.causal(), read=(READ[name], READ[name]))
+
+    @pytest.mark.parametrize("name", READ)
     @pytest.mark.parametrize("mask", [None, masks.causal(), masks.lengths([50, 3])])
     def test_one_at_a_time(self, isa: str, alone: None, name: str, mask: Any) -> None:
         agree(given(), mask=mask, read=(READ[name],))

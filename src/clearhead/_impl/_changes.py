@@ -80,7 +80,9 @@ class Changes:
         elif isinstance(reading, readings.Distance):
             self.distance = _sum(self.distance, share)
         elif isinstance(reading, readings.Mass):
-            self.mass, self.edges = share, _kernel.ReadEdges(self.inputs, reading.edges)
+            # There is room for one set of edges, which may be asked for more than once.
+            self.mass = _sum(self.mass, share)
+            self.edges = self.edges or _kernel.ReadEdges(self.inputs, reading.edges)
         self.terms += share * value
 
     def _add_top(self, value: Any, share: Tensor) -> None:
@@ -94,25 +96,19 @@ class Changes:
         cells = [
             _kernel.cuts(size, min(reading.cells, size)) for size in (self.shape[2], self.source)
         ]
-        self.cells = (*cells, share / (cells[0].diff()[:, None] * cells[1].diff()))
+        change = share / (cells[0].diff()[:, None] * cells[1].diff())
+        self.cells = (*cells, _sum(self.cells and self.cells[2], change))
 
     def _map(self) -> tuple[Tensor, Tensor]:
         """Which row of the second tensor holds the gradient of a query's weights, -1 for none."""
         query = self.shape[2]
         if len(self.maps) == 1 and isinstance(self.maps[0][0], readings.Weights):
             return torch.arange(query, dtype=torch.int32), self.maps[0][1]
-        chosen = {
-            reading: range(query)
-            if isinstance(reading, readings.Weights)
-            else [position % query for position in reading.queries]  # type: ignore[attr-defined]
-            for reading, _ in self.maps
-        }
-        every = sorted({position for positions in chosen.values() for position in positions})
-        row_of = torch.full((query,), -1, dtype=torch.int32)
-        row_of[every] = torch.arange(len(every), dtype=torch.int32)
-        total = torch.zeros(*self.shape[:2], len(every), self.source, dtype=torch.float32)
+        row_of, count = _kernel.row_numbers([reading for reading, _ in self.maps], query)
+        total = torch.zeros(*self.shape[:2], count, self.source, dtype=torch.float32)
         for reading, share in self.maps:
-            total.index_add_(2, row_of[list(chosen[reading])].long(), share)
+            rows = row_of[list(_kernel.queries_of(reading, query))]
+            total.index_add_(2, rows.long(), share)
         return row_of, total
 
     def _asks(self) -> list[tuple[Any, ...]]:

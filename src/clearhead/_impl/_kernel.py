@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -285,15 +286,8 @@ class Results:
         self.mass, self.edges = self._new(*self.shape), ReadEdges(self.inputs, edges)
 
     def _make_rows(self) -> None:
-        query, chosen = self.shape[2], set()
-        for reading in self.read:
-            if isinstance(reading, readings.Rows):
-                chosen |= {position % query for position in reading.queries}
-            elif isinstance(reading, readings.Weights):
-                chosen |= set(range(query))
-        self.row_of = torch.full((query,), -1, dtype=torch.int32)
-        self.row_of[sorted(chosen)] = torch.arange(len(chosen), dtype=torch.int32)
-        self.rows = self._new(*self.shape[:2], len(chosen), self.source).zero_()
+        self.row_of, count = row_numbers(self.read, self.shape[2])
+        self.rows = self._new(*self.shape[:2], count, self.source).zero_()
 
     def ask(self, call: Any, part: range) -> None:
         """Tell a kernel call where its results go."""
@@ -371,7 +365,22 @@ def cuts(size: int, cells: int) -> Tensor:
     return torch.tensor(at, dtype=torch.int32)
 
 
-def native_readings(problem: Problem, read: tuple[Reading, ...]) -> tuple[Reading, ...]:
+def queries_of(reading: Reading, query: int) -> Iterable[int]:
+    """The queries whose weights a reading shows, in its order."""
+    if isinstance(reading, readings.Weights):
+        return range(query)
+    return [x % query for x in reading.queries] if isinstance(reading, readings.Rows) else ()
+
+
+def row_numbers(read: Iterable[Reading], query: int) -> tuple[Tensor, int]:
+    """Number the queries that are shown, -1 for the others; and how many they are."""
+    shown = sorted({x for reading in read for x in queries_of(reading, query)})
+    row_of = torch.full((query,), -1, dtype=torch.int32)
+    row_of[shown] = torch.arange(len(shown), dtype=torch.int32)
+    return row_of, len(shown)
+
+
+def native_readings(inputs: Inputs, read: tuple[Reading, ...]) -> tuple[Reading, ...]:
     """Return those that the kernel takes while it works; there is room for one set of edges."""
     kinds, taken = set(), []
     for reading in read:
@@ -381,19 +390,19 @@ def native_readings(problem: Problem, read: tuple[Reading, ...]) -> tuple[Readin
         if (
             kind in ALWAYS
             or kind in ONCE
-            or (type(reading) is readings.Entropy and (not reading.normalized or counted(problem)))
+            or (type(reading) is readings.Entropy and (not reading.normalized or counted(inputs)))
         ):
             kinds.add(kind)
             taken.append(reading)
     return tuple(taken)
 
 
-def counted(problem: Problem) -> bool:
+def counted(inputs: Inputs) -> bool:
     """Say whether one subtraction tells how many sources a row may read."""
-    if problem.mask is None or problem.bias is not None:
-        return problem.bias is None
-    ranges = ranges_of(problem.mask, problem)
-    return ranges is not None and len(ranges.start) == 1
+    if inputs.problem.bias is not None:
+        return False
+    one = inputs.ranges is not None and len(inputs.ranges.start) == 1
+    return inputs.problem.mask is None or one
 
 
 ALWAYS = {

@@ -126,12 +126,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
     if softmax.isnan().all():
-        found = _through_rest(_beyond(inputs), [grad, grad_lse], needs)
-        return tuple(lse.new_empty(0) if x is None else x.contiguous() for x in found)  # type: ignore[return-value]
-    changes = Changes(inputs, lse)
-    changes.add(LogSumExp(), None, grad_lse)
-    out, softmax = _kernel.four(context), softmax.contiguous()
-    found = _gradients.backward(inputs, out, lse, softmax, grad, changes, (True,) * 3 + (*needs,))
+        found: Any = _through_rest(_beyond(inputs), [grad, grad_lse], needs)
+    else:
+        changes = Changes(inputs, lse)
+        changes.add(LogSumExp(), None, grad_lse)
+        out, softmax, wanted = _kernel.four(context), softmax.contiguous(), (True,) * 3 + (*needs,)
+        found = _gradients.backward(inputs, out, lse, softmax, grad, changes, wanted)
     return tuple(lse.new_empty(0) if x is None else x.contiguous() for x in found)  # type: ignore[return-value]
 
 

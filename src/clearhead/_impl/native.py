@@ -94,8 +94,8 @@ def _out_of_range(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, 
 def _forward(
     problem: Problem, read: tuple[Reading, ...], graph: bool = False
 ) -> tuple[Any, list[Any], Any]:
-    taken = _kernel.native_readings(problem, read) if read else ()
     inputs = _kernel.Inputs(problem)
+    taken = _kernel.native_readings(inputs, read) if read else ()
     out, results = _kernel.forward(inputs, taken, graph)
     shape = problem.query.shape
     context = out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
@@ -173,13 +173,13 @@ def _shares(
 ) -> tuple[_changes.Changes | None, list[tuple[Reading, Any]]]:
     """The gradients of the readings: those that the kernel takes, and the others."""
     changes, others = None, []
-    taken = _kernel.native_readings(inputs.problem, ctx.read)
+    taken = _kernel.native_readings(inputs, ctx.read)
     kept = iter(ctx.saved_tensors[8:])
     for reading, share in zip(ctx.read, pytree.tree_unflatten(flat, ctx.spec), strict=True):
         value = _changes.value(reading, kept) if type(reading) in _changes.KEPT else None
         if not any(x is not None for x in pytree.tree_leaves(share)):
             continue
-        if not any(reading is each for each in taken):
+        if reading not in taken:
             others.append((reading, share))
             continue
         changes = changes or _changes.Changes(inputs, lse)
