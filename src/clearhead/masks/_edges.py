@@ -28,6 +28,7 @@ class Edges(Mask):
 
     def __init__(self, pairs: list[tuple[int, int]], align: Align):
         self.pairs = pairs  # ascending, each once
+        self.last = pairs[-1][0], max(source for _, source in pairs)
         self.align: Align = align
         self.codes = torch.tensor([query * LIMIT + source for query, source in pairs])
 
@@ -38,6 +39,8 @@ class Edges(Mask):
 
     def check(self, sizes: Sizes) -> None:
         stop = sizes.query + standing(self.align, sizes.query, sizes.source)
+        if self.last[0] < stop and self.last[1] < sizes.source:
+            return
         for query, source in self.pairs:
             if query >= stop or source >= sizes.source:
                 raise value_error(
@@ -49,7 +52,7 @@ class Edges(Mask):
                 )
 
     def _least(self) -> int:
-        return 1 + max(max(pair) for pair in self.pairs)
+        return 1 + max(self.last)
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         asked = (i + standing(self.align, sizes.query, sizes.source)) * LIMIT + j
