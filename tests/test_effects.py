@@ -46,13 +46,13 @@ class TestAgainstOneByOne:
             assert row.effect == pytest.approx((after - before).item(), abs=1e-12)
             assert row.weight == pytest.approx(weights[..., query, source].mean().item(), abs=1e-6)
 
-    @torch.no_grad()
     def test_positions_of_numpy(self):
         numpy = pytest.importorskip("numpy")
         given, plain = ([(number(3), 1), (10, number(2))] for number in (numpy.int64, int))
         got, right = (ch.effects(gpt(), tokens(), edges=edges) for edges in (given, plain))
         assert list(got) == list(right)
 
+    @torch.no_grad()
     def test_edges_in_some_heads(self):
         model, ids = gpt().double(), tokens()
         heads = [(0, 1), (1, 2)]

@@ -75,7 +75,9 @@ class Audit:
         if allowed is None:
             allowed = causal()
         read = read_inputs(inputs, axis=axis, change=change)
-        edges = _edges(allowed, read.positions, read.batch, depth)
+        layer = edges = _edges(allowed, read.positions, read.batch)
+        for _ in range(depth - 1):
+            edges = _over(layer, edges)
         report = Report(name_of(model), f"allowed: {_named(allowed, depth)}")
         with untouched(model) as restore:
             _runs_without_a_batch(model, read)
@@ -85,13 +87,12 @@ class Audit:
             suspects = suspicious(runner, ~edges, report, budget)
             judge(runner, suspects, ~edges, report, float64=float64)
             restore()
-            layer = _edges(allowed, read.positions, read.batch, 1)
             report.notes += look_at_weights(model, read, layer, depth)
         report.trouble += sorted({f"fails on changed inputs: {text}" for text in runner.failures})
         report.covered *= not runner.noisy
         report.forwards = runner.forwards
         if depth == 1 and report.findings:
-            report.notes += _deeper(report, allowed, read)
+            report.notes += _deeper(report, layer)
         if not report.pairs:
             report.notes.append("nothing is forbidden at this size, so nothing could leak")
         return report
@@ -157,11 +158,11 @@ def _runs_without_a_batch(model: Callable[..., Any], read: Inputs) -> None:
         ) from error
 
 
-def _deeper(report: Report, allowed: Mask | Tensor, read: Inputs) -> list[str]:
+def _deeper(report: Report, layer: Tensor) -> list[str]:
     """Say over how many layers, each by this mask, all that was found would be allowed."""
-    before = _edges(allowed, read.positions, read.batch, 1)
+    before = layer
     for depth in range(2, DEEPEST):
-        edges = _edges(allowed, read.positions, read.batch, depth)
+        edges = _over(layer, before)
         if torch.equal(edges, before):
             break
         before = edges
@@ -174,8 +175,8 @@ def _deeper(report: Report, allowed: Mask | Tensor, read: Inputs) -> list[str]:
     return []
 
 
-def _edges(allowed: Mask | Tensor, positions: int, batch: int, depth: int) -> Tensor:
-    """Give (batch or 1, query, source) bool: what may reach what, over `depth` layers."""
+def _edges(allowed: Mask | Tensor, positions: int, batch: int) -> Tensor:
+    """Give (batch or 1, query, source) bool: what may reach what in one layer."""
     if isinstance(allowed, Tensor):
         if allowed.dtype != torch.bool:
             raise type_error("allowed", "must be a Mask or a bool tensor", got=str(allowed.dtype))
@@ -194,12 +195,13 @@ def _edges(allowed: Mask | Tensor, positions: int, batch: int, depth: int) -> Te
             "must have one row and one column for each position of the inputs",
             shapes={"allowed": edges, "positions": (positions,), "batch": (batch,)},
         )
-    edges = edges.cpu()
-    # A residual connection lets each position keep what it has, so each layer adds the diagonal.
-    step = (edges | torch.eye(positions, dtype=torch.bool)).float()
-    for _ in range(depth - 1):
-        edges = (step @ edges.float()) > 0
-    return edges
+    return edges.cpu()
+
+
+def _over(layer: Tensor, edges: Tensor) -> Tensor:
+    """One more layer; a residual connection lets each position keep what it has."""
+    step = layer | torch.eye(layer.shape[-1], dtype=torch.bool)
+    return (step.float() @ edges.float()) > 0
 
 
 def _named(allowed: Mask | Tensor, depth: int) -> str:

@@ -398,27 +398,32 @@ class _Watcher(Handler):
         finally:
             self._drafts = False
 
+    @property
+    def _steps(self) -> Stitcher | None:
+        """The generation that hears of steps now: none while the model drafts for itself."""
+        return None if self._drafts else self._run
+
     def loop_begins(self, loop: Loop) -> None:
         """Start new sequences of a generation."""
-        if self._run is not None and not self._drafts:
+        if (run := self._steps) is not None:
             self._looping = True
-            self._run.loop_begins(loop)
+            run.loop_begins(loop)
 
     def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
         """Learn which sequences came out of a generation."""
-        if self._run is not None and not self._drafts:
+        if (run := self._steps) is not None:
             self._looping = False
-            self._run.loop_ends(sequences, rows)
+            run.loop_ends(sequences, rows)
 
     def begins(self, name: str) -> None:
         """Let a generation know that a step may begin."""
-        if self._run is not None and not self._drafts:
-            self._run.begins(name)
+        if (run := self._steps) is not None:
+            run.begins(name)
 
     def ends(self, name: str, count: int | None) -> None:
         """Let a generation know of a step's end; make the records that wait for the model's."""
-        if self._run is not None and not self._drafts:
-            self._run.ends(name, count)
+        if (run := self._steps) is not None:
+            run.ends(name, count)
         if self.seer.modules.over:
             self._forward_over()
 
@@ -505,10 +510,9 @@ class _Watcher(Handler):
             self.unseen(module, "its softmax of a product never met a value")
         for module in modules.in_threads():
             self.unseen(module, "it ran in another thread than the one that watches")
-        named = seen | self._unseen
-        for module in modules.overlooked(named):
+        for module in modules.overlooked(seen | self._unseen):
             self.unseen(module, "it made no call that attention is known by")
-        for module, of in modules.recurrent(named | self._unseen):
+        for module, of in modules.recurrent(seen | self._unseen):
             self.unseen(module, f"{of} mixes positions without attention")
         if not self.count:
             raise RuntimeError(_nothing(modules, self.seen.notes))

@@ -10,7 +10,7 @@ from typing import Any
 from clearhead._choice import is_number, numbers
 from clearhead.errors import type_error, value_error
 
-__all__ = ["Chosen", "chosen", "numbers"]
+__all__ = ["Chosen", "chosen"]
 
 
 @dataclass(frozen=True)

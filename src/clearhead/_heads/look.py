@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead._heads.batch import Batch
-from clearhead.readings import Reading, Strip
+from clearhead.readings import Overlap, Reading, Strip
 
 __all__ = ["CORNER", "LOCAL", "NAMES", "Look", "Looked"]
 
@@ -60,11 +60,7 @@ class Look(Reading):
 
     def finish(self, part: Looked) -> Looked:
         """Turn the products of maps into cosines."""
-        squares = part.overlap.diagonal(dim1=-2, dim2=-1)
-        # NaN squares are no zeros: they must reach the result.
-        lengths = torch.where(squares == 0, 1, squares).sqrt()
-        cosine = part.overlap / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
-        return part._replace(overlap=cosine)
+        return part._replace(overlap=Overlap().finish(part.overlap))
 
     def _part(self, weights: Tensor, queries: Tensor, sources: Tensor) -> Looked:
         batch = self.batch

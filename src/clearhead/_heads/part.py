@@ -97,17 +97,16 @@ class Calls:
         self.names, self.parts = names, list[Part]()
         self._looks = {1: look}
         self._waiting: list[tuple[str, Sequence[Any]]] = []
-        self._numbers = 0
 
     def add(self, module: str, value: Sequence[Any]) -> None:
         """Take in what was read of one call."""
         whole = value[-1]
-        if self._waiting and not (isinstance(whole, Tensor) and whole.shape == self._shape):
+        one = isinstance(whole, Tensor)
+        # What is no tensor never waits, so that those that do have one shape.
+        if self._waiting and not (one and whole.shape == self._waiting[0][1][-1].shape):
             self.flush()
         self._waiting.append((module, value))
-        self._shape = whole.shape if isinstance(whole, Tensor) else None
-        self._numbers += whole.numel() if isinstance(whole, Tensor) else TOGETHER
-        if self._numbers >= TOGETHER:
+        if not one or len(self._waiting) * whole.numel() >= TOGETHER:
             self.flush()
 
     def flush(self) -> None:
@@ -115,7 +114,7 @@ class Calls:
         if not self._waiting:
             return
         modules, values = zip(*self._waiting, strict=True)
-        self._waiting, self._numbers = [], 0
+        self._waiting = []
         beside = [_beside(each) for each in zip(*values, strict=True)]
         look = self._look(len(modules))
         found = Values(look, dict(zip(self.names, beside, strict=True)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from clearhead._watch import hub, look
 from clearhead._watch.call import Call
+from clearhead._watch.cost import call_with
 from clearhead._watch.intercept import Handler
 from clearhead.errors import value_error
 
@@ -94,10 +96,7 @@ class _Keeper(Handler):
 def _calls(model: nn.Module, inputs: Any) -> list[Call]:
     keeper = _Keeper()
     with hub.attached(model, keeper):
-        if isinstance(inputs, Mapping):
-            model(**_uncached(model, inputs))
-        else:
-            model(*(inputs if isinstance(inputs, tuple) else (inputs,)), **_uncached(model, {}))
+        call_with(functools.partial(model, **_uncached(model)), inputs)
     if not keeper.calls:
         raise RuntimeError("rollout: no attention call of the model was seen")
     sizes = {(*call.sizes[::2], call.sizes[3]) for call in keeper.calls}
@@ -112,11 +111,10 @@ def _calls(model: nn.Module, inputs: Any) -> list[Call]:
     return keeper.calls
 
 
-def _uncached(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def _uncached(model: nn.Module) -> dict[str, Any]:
     """Ask for no cache, which would write over keys that are still needed."""
-    if "use_cache" in inspect.signature(getattr(model, "forward", model)).parameters:
-        return {"use_cache": False, **inputs}
-    return inputs
+    names = inspect.signature(getattr(model, "forward", model)).parameters
+    return {"use_cache": False} if "use_cache" in names else {}
 
 
 def _step(call: Call, rows: Tensor, residual: float, heads: str) -> Tensor:

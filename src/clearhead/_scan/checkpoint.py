@@ -107,7 +107,7 @@ class Checkpoint:
                 }
             names = {name.rpartition(".")[0] for name in tensors}
             found = {name: Moments(*(tensors[f"{name}.{f}"] for f in _FIELDS)) for name in names}
-            self.parts, version = state["parts"], state["version"]
+            self.parts, version = state["parts"], state.get("version")
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise value_error("--resume", "cannot read its state", got=path, hint=hint) from error
         if version != VERSION:

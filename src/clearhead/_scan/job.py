@@ -63,9 +63,8 @@ class Job:
         outlines = [Outline(*outline) for outline in state["layers"]]
         self.survey.tally = Tally(outlines, moments["corpus"])
         self.survey.sequences, self.survey.tokens = state["sequences"], state["tokens"]
-        if self.per_document:
-            numbers = state["documents"]
-            self.documents = {n: moments["documents"][i] for i, n in enumerate(numbers)}
+        numbers = state["documents"]
+        self.documents = {n: moments["documents"][i] for i, n in enumerate(numbers)}
         self.place, self.done = Place(*state["place"]), state["done"]
         self.share, self.unencoded = state["share"], state["unencoded"]
         self.settled = self.unencoded

@@ -34,8 +34,6 @@ _LARGE = 1 << 17
 
 def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
     """Give one value for each reading; with `queries`, of those rows of the weight map only."""
-    for reading in wanted:
-        reading.check(_sizes(call))
     if queries is None and call.scores is None and call.query is not None:
         problem, asked = call.problem, tuple(wanted)
         _checks.readings(asked, problem)
@@ -43,6 +41,9 @@ def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -
         # the tiled one can leave the context out; the native one is faster with it
         alone = getattr(chosen, "readings_only", lambda *given: chosen.attend(*given)[1])
         return alone(problem, asked)
+    sizes = _sizes(call)
+    for reading in wanted:
+        reading.check(sizes)
     total = call.sizes[2]
     rows = list(range(total)) if queries is None else sorted({row % total for row in queries})
     parts: list[Any] = [None] * len(wanted)

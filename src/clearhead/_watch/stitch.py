@@ -270,7 +270,7 @@ def join(track: Track, known: list[tuple[Tensor, Mask]]) -> Call:
 
 def _keys(track: Track, source: int) -> Tensor:
     """Give the sources of all positions; those that a window had left behind are zeros."""
-    beams, parts = track.beams, [(end, keys) for end, keys in track.keys]
+    beams, parts = track.beams, track.keys
     if beams is not None and len(parts) == 1:
         parts = [(0, parts[0][1])]
     keys = [keys if beams is None else beams.pick(keys, end) for end, keys in parts]
