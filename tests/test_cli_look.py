@@ -224,7 +224,16 @@ def test_a_model_without_attention_says_so(
     assert "An RNN has no attention" in shown
     best = max(range(3), key=lambda i: strength[i].item())
     assert f" {best}  {'hello'[best]}  {strength[best]:.3f}  {'█' * 40}\n" in shown
-    assert main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "t")]) == 2
+
+
+def test_a_scan_refuses_an_rnn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = models.Characters.of("hello")
+    models.save(models.RNN(words, layers=1, width=8, length=16), tmp_path)
+    page = tmp_path / "page.txt"
+    page.write_text("hello\n")
+    out = str(tmp_path / "table")
+    refused = refusal(capsys, "scan", str(page), "--model", str(tmp_path), "--out", out)
+    assert "an RNN has no attention, so there is nothing to measure" in refused
 
 
 @pytest.fixture

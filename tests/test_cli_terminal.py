@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clearhead import cli, models
+from clearhead.cli import _encoding  # noqa: F401 - it knows the signs
 from clearhead.cli._terminal import Terminal
 
 EVERY = """

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -366,19 +367,18 @@ def test_a_small_step_takes_one_thread_and_gives_them_back(monkeypatch):
         run.advance()
         assert set(inside) == {1}
         assert torch.get_num_threads() == 2
-        # The same step of a model that is not known to be small, and one that was told.
-        monkeypatch.setattr("clearhead.models.train.SMALL", threads.SMALL)
-        for name, value, expected in (("threads", 2, 2), ("threads", 1, 1)):
-            setattr(run, name, value)
+        small: Any = run.model.config
+        large = {**small, "width": threads.SMALL}
+        # Who was told, who is large, and a model of another make, which counts as large.
+        for told, config, expected in (
+            (2, small, 2), (1, large, 1), (None, large, 2), (None, object(), 2),
+        ):  # fmt: skip
+            run.threads, run.model.config = told, config
             inside.clear()
             run.advance()
             assert set(inside) == {expected}
-        run.threads, run.model.config["width"] = None, threads.SMALL
-        inside.clear()
-        run.advance()
-        assert set(inside) == {2}
+        run.threads, run.model.config = None, small
         # Whoever sets torch's threads after the import has chosen.
-        run.model.config["width"] = 16
         torch.set_num_threads(3)
         inside.clear()
         run.advance()

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +56,15 @@ class Reader:
         """Whether the model has attention, as far as that is known before it runs."""
         return True
 
-    def threads(self, positions: int) -> AbstractContextManager[object]:
-        """Work with as many threads as suit the model."""
-        return contextlib.nullcontext()
+    def must_fit(self, argument: str, length: int) -> None:
+        """Refuse, under the name of an option, more tokens than the model reads."""
+        if self.limit is not None and length > self.limit:
+            raise value_error(
+                argument,
+                f"the model reads {self.limit} positions",
+                got=length,
+                hint=f"give at most {self.limit} tokens",
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, special tokens included."""
@@ -89,11 +94,6 @@ class _Characters(Reader):
     @property
     def attends(self) -> bool:
         return self.model.name != "rnn"
-
-    def threads(self, positions: int) -> AbstractContextManager[object]:
-        from clearhead.models.threads import small_threads
-
-        return small_threads(positions * self.model.config["width"])
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).tolist()
@@ -197,9 +197,12 @@ def _from_hub(name: str) -> Reader:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
+    fetched = ""
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        with contextlib.suppress(ValueError):
+        try:
             return _hugging_face(name, name, local_files_only=True)
+        except ValueError as error:  # perhaps not all of it is there
+            fetched = f"; of what was fetched before: {error}"
     if "/" not in name:
         raise missing(name)
     try:
@@ -209,12 +212,12 @@ def _from_hub(name: str) -> Reader:
         raise value_error("model", rule, got=repr(name)) from None
     except OfflineModeIsEnabled:
         rule = "is no directory here, and the hub is not asked while HF_HUB_OFFLINE is set"
-        raise value_error("model", rule, got=repr(name)) from None
+        raise value_error("model", rule + fetched, got=repr(name)) from None
     except Exception as error:
         # The library of requests has been another one in each version; all have such errors.
         if not any("Connect" in t.__name__ or "Timeout" in t.__name__ for t in type(error).__mro__):
             return _hugging_face(name, name)
-        rule = f"is no directory here, and the hub cannot be reached ({error})"
+        rule = f"is no directory here, and the hub cannot be reached ({error}){fetched}"
         hint = "name a directory that exists, or try again with a connection"
         raise value_error("model", rule, got=repr(name), hint=hint) from error
     return _hugging_face(name, name)
@@ -230,15 +233,12 @@ def _transformers(name: str) -> Any:
     return transformers
 
 
-def _hugging_face(name: str, source: str, **options: Any) -> Reader:
+def _hugging_face(name: str, source: str, **where: Any) -> Reader:
     transformers = _transformers(name)
     with _quiet():
         try:
-            wanted = {k: v for k, v in options.items() if k in ("gguf_file", "local_files_only")}
-            if "gguf_file" in options:
-                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **wanted)
-            model, kind = _model(transformers, source, options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
+            model, kind = _model(transformers, source, where)
         except Exception as error:
             # transformers raises many types here; the person needs the name and the reason.
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -252,14 +252,14 @@ def _hugging_face(name: str, source: str, **options: Any) -> Reader:
     return Reader(name, model.eval(), kind, tokenizer, getattr(tokenizer, "mask_token_id", None))
 
 
-def _model(transformers: Any, source: str, options: dict[str, Any]) -> tuple[Any, str]:
+def _model(transformers: Any, source: str, where: dict[str, Any]) -> tuple[Any, str]:
     import torch
 
-    options = options | {"dtype": torch.float32}
-    if options.get("gguf_file"):
+    options = where | {"dtype": torch.float32}
+    if "gguf_file" in where:
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         return transformers.AutoModelForCausalLM.from_pretrained(source, **options), "next"
-    local = {k: v for k, v in options.items() if k == "local_files_only"}
-    architectures = transformers.AutoConfig.from_pretrained(source, **local).architectures or [""]
+    architectures = transformers.AutoConfig.from_pretrained(source, **where).architectures or [""]
     if "ForMaskedLM" in architectures[0]:
         return transformers.AutoModelForMaskedLM.from_pretrained(source, **options), "masked"
     if "LMHead" in architectures[0] or "ForCausalLM" in architectures[0]:

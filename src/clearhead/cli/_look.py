@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clearhead.cli import _difference
+from clearhead.cli._arguments import many
 from clearhead.cli._terminal import Terminal
 
 # Up to so many tokens the map of weights is in numbers, if the terminal is wide enough.
@@ -55,11 +56,6 @@ def _headline(seen: dict[str, Any]) -> Text:
     return Text.assemble(
         name, f": {many(layers, 'layer')}, {many(heads, 'head')}" + " in all" * (layers > 1)
     )
-
-
-def many(number: int, one: str) -> str:
-    """Put a number before its word."""
-    return f"{number:,} {one}{'' if number == 1 else 's'}"
 
 
 def _strip(seen: dict[str, Any]) -> Text:

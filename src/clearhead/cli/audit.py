@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from clearhead.auditing import Report
-    from clearhead.cli._loading import Reader
 
 HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
 
@@ -86,7 +84,9 @@ def audit_spec(arguments: argparse.Namespace) -> Report:
     length = len(ids) if ids else arguments.length
     allowed = masks.parse(arguments.allowed or "causal")
     model, inputs = _load(arguments.spec, arguments.text, length)
-    with _threads(model, length):
+    from clearhead.models.threads import small_threads
+
+    with small_threads(model, length):
         if arguments.padding:
             return audit.padding(model, _maskable(model, inputs))
         if arguments.batch:
@@ -100,15 +100,6 @@ def audit_spec(arguments: argparse.Namespace) -> Report:
         if ids is not None:
             return audit.documents(model, _placed(model, inputs, ids), ids, **options)
         return audit(model, inputs, allowed, **options)
-
-
-def _threads(model: Any, length: int) -> AbstractContextManager[object]:
-    """Audit a small model of this library with one thread, as it is trained."""
-    from clearhead.models import BERT, GPT, RNN
-    from clearhead.models.threads import small_threads
-
-    known = isinstance(model, GPT | BERT | RNN)
-    return small_threads(length * model.config["width"]) if known else nullcontext()
 
 
 def _only_with_edges(arguments: argparse.Namespace) -> None:
@@ -145,20 +136,10 @@ def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
             ids = reader.encode(text)
         if not ids:
             raise value_error("--text", "needs at least one token", got=repr(text))
-        _must_fit(reader, "--text", len(ids))
+        reader.must_fit("--text", len(ids))
         return reader.model, _named(reader.model, torch.tensor([ids]))
-    _must_fit(reader, "--length", length)
+    reader.must_fit("--length", length)
     return reader.model, _named(reader.model, _random_tokens(reader.model, length))
-
-
-def _must_fit(reader: Reader, argument: str, length: int) -> None:
-    if reader.limit is not None and length > reader.limit:
-        raise value_error(
-            argument,
-            f"the model reads {reader.limit} positions",
-            got=length,
-            hint=f"give at most {reader.limit} tokens",
-        )
 
 
 def _refuse_bare_module(spec: str | None) -> None:

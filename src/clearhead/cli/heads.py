@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from clearhead.cli._arguments import examples
+from clearhead.cli._arguments import examples, many
 from clearhead.cli._json import document
 from clearhead.errors import value_error
 
@@ -72,7 +72,7 @@ def render(found: dict[str, Any], top: int) -> None:
     console.print(
         Text.assemble(
             (str(about["model"]), "bold"),
-            f": {_many(layers, 'layer')}, {_many(len(heads), 'head')}, "
+            f": {many(layers, 'layer')}, {many(len(heads), 'head')}, "
             f"over {about['tokens']:,} tokens of {about['corpus']}",
         )
     )
@@ -89,10 +89,6 @@ def render(found: dict[str, Any], top: int) -> None:
         "tokens must repeat. Weights say where heads look, not what they do with it.",
         style="dim",
     )
-
-
-def _many(number: int, one: str) -> str:
-    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def _picture(heads: list[dict[str, Any]], redundant: list[dict[str, Any]]) -> Any:
@@ -135,5 +131,5 @@ def _redundant(found: dict[str, Any]) -> Any:
     else:
         groups = found["redundant"]
         alike = sum(len(g["heads"]) for g in groups)
-        text = f"{_many(alike, 'head')} in {_many(len(groups), 'group')}"
+        text = f"{many(alike, 'head')} in {many(len(groups), 'group')}"
     return Text.assemble(("redundant ", "bold"), (f"[cosine ≥ {found['alike']:g}] ", "dim"), text)

@@ -102,6 +102,8 @@ def look(
     top: int = 5,
 ) -> dict[str, Any]:
     """Run the model over `text` once and gather what is shown, as one JSON-ready dictionary."""
+    from clearhead.models.threads import small_threads
+
     ids, notes = _fitting(reader, reader.encode(text))
     if not ids:
         raise value_error("TEXT", "needs at least one token", got=repr(text))
@@ -117,7 +119,7 @@ def look(
         "masked": masked,
     }
     asked = Asked(reader, ids, names, at, layer, head, top)
-    with reader.threads(len(ids)):
+    with small_threads(reader.model, len(ids)):
         found = _attention(asked) if reader.attends else _influence(asked)
     return shown | found | {"notes": [*notes, *found["notes"]]}
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli._arguments import named
+from clearhead.cli._arguments import many, named
 from clearhead.errors import value_error
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ def lines(seen: dict[str, Any]) -> list[str]:
     """Put what `describe` gathered in words."""
     from clearhead.masks import Map, picture
 
-    shape = (
-        f"{_many(seen['query'], 'query', 'queries')} x {_many(seen['source'], 'source', 'sources')}"
-    )
+    shape = f"{many(seen['query'], 'query', 'queries')} x {many(seen['source'], 'source')}"
     shown = [f"{seen['expression']}   {shape}"]
     if row := seen.get("row"):
         shown.append(f"query {row['query']} may read {_sources(row['sources'])}")
@@ -167,10 +165,6 @@ def _total(seen: dict[str, Any]) -> str:
     return f"{edges:,} of {total:,} edges{share}"
 
 
-def _many(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def _sources(row: list[int]) -> str:
     """Positions, runs of them as ranges: 0, 3-5."""
     runs: list[list[int]] = []
@@ -181,7 +175,7 @@ def _sources(row: list[int]) -> str:
             runs.append([source, source])
     named = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
     cut = [*named[:SHOWN], f"and {len(named) - SHOWN} more runs"] if len(named) > SHOWN else named
-    return f"{_many(len(row), 'source', 'sources')}: {', '.join(cut)}" if row else "no source"
+    return f"{many(len(row), 'source')}: {', '.join(cut)}" if row else "no source"
 
 
 def _coloured(line: str) -> Text:

@@ -202,12 +202,9 @@ def _encoder(reader: Reader) -> Callable[[str], list[int]]:
 
 
 def _length(reader: Reader, asked: int | None) -> int:
-    config = getattr(reader.model, "config", None)
-    most = getattr(reader.model, "length", None) or getattr(config, "max_position_embeddings", None)
     if asked is None:
-        return min(LENGTH, most or LENGTH)
-    if most and asked > most:
-        raise value_error("--length", f"the model reads {most} positions", got=asked)
+        return min(LENGTH, reader.limit or LENGTH)
+    reader.must_fit("--length", asked)
     return asked
 
 

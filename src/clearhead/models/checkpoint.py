@@ -56,7 +56,7 @@ def load(path: str | Path | None = None) -> Model:
 def is_checkpoint(path: str | Path) -> bool:
     """Tell whether a directory holds a model of this library (and not of another one)."""
     try:
-        read(Path(path).expanduser() / MODEL_FILE)
+        read(Path(path).expanduser() / MODEL_FILE, weights=False)
     except (ValueError, OSError):
         return False
     return True
@@ -112,8 +112,11 @@ def write(file: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) 
     return file
 
 
-def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and the JSON header, or say in a ValueError why that cannot be done."""
+def read(file: Path, *, weights: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read tensors and the JSON header, or say in a ValueError why that cannot be done.
+
+    Without `weights` only the header is read, and no tensors come back.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -122,7 +125,8 @@ def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(file, framework="pt") as handle:
             metadata = handle.metadata() or {}
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            names = handle.keys() if weights else ()
+            tensors = {name: handle.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise _damaged(file.parent, f"it is cut short or no safetensors file ({error})") from error
     return tensors, _header(metadata, file)

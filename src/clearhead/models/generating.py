@@ -77,7 +77,7 @@ def _steps(model, start, tokens, temperature, top_k, seed, cache, threads) -> It
             memory, fed = model.new_cache(), max(len(text) - int(min(limit, len(text))), 0)
         new = torch.tensor([text[fed:]], device=device)
         # Not around the yield: what the caller does in between keeps its own threads.
-        with torch.no_grad(), small_threads(new.numel() * model.config["width"], threads):
+        with torch.no_grad(), small_threads(model, new.numel(), threads):
             logits = model(new, cache=memory)[0, -1]
         fed = len(text)
         text.append(choose(logits.cpu(), temperature, top_k, generator))

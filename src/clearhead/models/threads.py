@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -29,20 +30,24 @@ def check_threads(threads: int | None) -> None:
 
 
 @contextlib.contextmanager
-def small_threads(numbers: int, threads: int | None = None) -> Iterator[int]:
+def small_threads(model: Any, tokens: int, threads: int | None = None) -> Iterator[int]:
     """Use one thread inside the block for small work, and afterwards as many as before.
 
-    >>> with small_threads(1000, threads=1):
+    >>> with small_threads(None, 1000, threads=1):
     ...     torch.get_num_threads()
     1
 
-    `numbers` is batch x position x width. `threads` is the caller's own choice and wins; so do
-    OMP_NUM_THREADS, MKL_NUM_THREADS and `torch.set_num_threads`.
+    `tokens` are those of one forward; a model of another library, whose width is not known, counts
+    as large. `threads` is the caller's own choice and wins; so do OMP_NUM_THREADS, MKL_NUM_THREADS
+    and `torch.set_num_threads`.
     """
     check_threads(threads)
+    config = getattr(model, "config", None)
+    width = config.get("width") if isinstance(config, dict) else None
+    small = width is not None and tokens * width <= SMALL
     before = torch.get_num_threads()
     chosen = before != _AT_START or any(name in os.environ for name in _VARIABLES)
-    wanted = threads or (before if chosen or numbers > SMALL else 1)
+    wanted = threads or (1 if small and not chosen else before)
     if wanted == before:
         yield before
         return

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from clearhead.errors import value_error
 from clearhead.models import checkpoint
 from clearhead.models.text import Characters, read_text, shipped_text
-from clearhead.models.threads import SMALL, check_threads, small_threads
+from clearhead.models.threads import check_threads, small_threads
 
 __all__ = ["Settings", "Step", "Training", "text_training"]
 
@@ -126,7 +126,7 @@ class Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_mixed(self.settings.seed, self.step))
             batch = self.batches(self.step)
-            with small_threads(self._numbers(batch), self.threads):
+            with small_threads(self.model, batch[0].numel(), self.threads):
                 return self._descend(batch)
 
     def _descend(self, batch: Batch) -> Step:
@@ -152,14 +152,10 @@ class Training:
         if not self.validation:
             return None
         self.model.eval()
-        with torch.no_grad(), small_threads(self._numbers(self.validation[0]), self.threads):
+        tokens = self.validation[0][0].numel()
+        with torch.no_grad(), small_threads(self.model, tokens, self.threads):
             losses = [loss_of(self.model, batch).item() for batch in self.validation]
         return sum(losses) / len(losses)
-
-    def _numbers(self, batch: Batch) -> int:
-        """Count what one layer hands to the next; a model of another make counts as large."""
-        width = getattr(self.model, "config", {}).get("width", SMALL + 1)
-        return batch[0].numel() * width
 
     def save(self, path: str | Path) -> None:
         """Write all that is needed to go on, then the model itself, into a directory."""
@@ -260,7 +256,7 @@ def _state(header: dict[str, Any], path: Path) -> tuple[int, Settings]:
 def text_of(path: str | Path) -> str:
     """Read the text of a saved training again, from where it lay when the training began."""
     path = Path(path).expanduser()
-    _, settings = _state(checkpoint.read(path / TRAINING_FILE)[1], path)
+    _, settings = _state(checkpoint.read(path / TRAINING_FILE, weights=False)[1], path)
     if not settings.file:
         rule = "is needed: this training does not know where its text lies"
         raise value_error("file", rule, got=path)
