@@ -186,7 +186,7 @@ def _things(edges: Any, sources: Any, where: Chosen, totals: dict[int, int]) -> 
     if sources is not None:
         listed = [_position("sources", source) for source in sources]
         return _some("sources", [_Thing(source, _column(source), where) for source in listed])
-    if _several(edges):
+    if edges is not None and _several(edges):
         named = [(_name(edge), _cut_of(edge)) for edge in edges]
         return _some("edges", [_Thing(name, mask, where) for name, mask in named])
     mask = None if edges is None else _cut_of(edges)

@@ -97,7 +97,8 @@ class Changes:
             _kernel.cuts(size, min(reading.cells, size)) for size in (self.shape[2], self.source)
         ]
         change = share / (cells[0].diff()[:, None] * cells[1].diff())
-        self.cells = (*cells, _sum(self.cells and self.cells[2], change))
+        before = None if self.cells is None else self.cells[2]
+        self.cells = (*cells, _sum(before, change))
 
     def _map(self) -> tuple[Tensor, Tensor]:
         """Which row of the second tensor holds the gradient of a query's weights, -1 for none."""
