@@ -14,9 +14,9 @@ from clearhead.errors import value_error
 __all__ = ["SMALL", "check_threads", "small_threads"]
 
 # Numbers in what one layer hands to the next (batch x position x width) up to which one thread is
-# used. On two idle cores a second thread makes a training step of the GPT 1.05 times faster at
-# 2^15, 1.2 at 2^16 and 1.4 at 2^18 (the default); beside other work it makes a small one 9 to 48
-# times slower, as threads wait for each other after every operation, a slice of the scheduler each.
+# used. On idle cores a second thread gains little below, and two fifths at twice as many (dev/LOG.md);
+# beside other work it makes a small step many times slower, as threads wait for each other after
+# every operation, a slice of the scheduler each.
 SMALL = 1 << 17
 # Whoever sets torch's threads after this import, or through the environment, has chosen.
 _AT_START = torch.get_num_threads()
