@@ -14,9 +14,9 @@ from clearhead.errors import value_error
 __all__ = ["SMALL", "check_threads", "small_threads"]
 
 # Numbers in what one layer hands to the next (batch x position x width) up to which one thread is
-# used. On idle cores a second thread gains little below, and two fifths at twice as many (dev/LOG.md);
-# beside other work it makes a small step many times slower, as threads wait for each other after
-# every operation, a slice of the scheduler each.
+# used. On idle cores a second thread gains little below, and two fifths at twice as many, as
+# dev/LOG.md says; beside other work it makes a small step many times slower, because threads wait
+# for each other after every operation, a slice of the scheduler each.
 SMALL = 1 << 17
 # Whoever sets torch's threads after this import, or through the environment, has chosen.
 _AT_START = torch.get_num_threads()
