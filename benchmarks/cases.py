@@ -80,7 +80,7 @@ def attend(
                 yield Row(
                     f"{label}{kind(mask)} {shape}",
                     {"ours": partial(ch.attend, q, k, v, mask), **ways},
-                    dtype, flops(shape, mask), goals=tuple(goals), note=note,
+                    dtype, flops(shape, mask), 2 * shape[3], goals=tuple(goals), note=note,
                     error=partial(error, q, k, v, mask) if shape[2] <= 4096 else None,
                 )  # fmt: skip
 
@@ -118,7 +118,7 @@ def read(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Iterator[Row
                         "ours, no readings": partial(ch.attend, q, k, v, mask),
                         **ways,
                     },
-                    dtype, flops(shape, mask), goals=tuple(goals), note=note,
+                    dtype, flops(shape, mask), 2 * shape[3], goals=tuple(goals), note=note,
                 )  # fmt: skip
 
 
@@ -132,8 +132,8 @@ def weights(shape: Shape) -> Iterator[Row]:
     ):
         ours = partial(ch.attend, q, k, v, read=reading)
         yield Row(
-            f"{name} {shape}", {"ours": ours, **ways}, flops=flops(shape, None), compare=count,
-            peer="eager with weights",
+            f"{name} {shape}", {"ours": ours, **ways}, flops=flops(shape, None),
+            each=2 * shape[3], compare=count, peer="eager with weights",
         )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def masked(shape: Shape, width: int = 256, document: int = 600, flex: bool = Tru
                 "ours, bool tensor": partial(ch.attend, q, k, v, mask.dense(shape[2])),
                 **ways,
             },
-            flops=flops(shape, None) * share(mask, shape[2]), note=note,
+            flops=flops(shape, None) * share(mask, shape[2]), each=2 * shape[3], note=note,
             goals=(Goal("SDPA", 25), Goal("flex", 2)),
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ def backward(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Iterator
                 }
                 yield Row(
                     f"backward, {kind(mask)} {shape}", ways, dtype, flops(shape, mask, 5),
-                    goals=(Goal("SDPA", least),), compare=3, note=note,
+                    5 * shape[3], goals=(Goal("SDPA", least),), compare=3, note=note,
                 )  # fmt: skip
 
 
@@ -212,7 +212,8 @@ def small() -> Iterator[Row]:
         yield Row(
             f"small {shape}", {"ours": partial(ch.attend, q, k, v), **ways},
             # Four positions are no work: all of the time is the call.
-            flops=flops(shape, None) if shape[2] > 4 else 0, goals=(goal,), note=note,
+            flops=flops(shape, None) if shape[2] > 4 else 0, each=2 * shape[3],
+            goals=(goal,), note=note,
         )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def tiled(shape: Shape) -> Iterator[Row]:
             yield Row(
                 f"tiled, {kind(mask)}{label} {shape}",
                 {"ours": partial(ch.attend, q, k, v, mask, read=reading, impl="tiled"), **ways},
-                flops=flops(shape, mask), goals=goals, note=note,
+                flops=flops(shape, mask), each=2 * shape[3], goals=goals, note=note,
             )  # fmt: skip
 
 
@@ -247,7 +248,8 @@ def own(settings: Settings) -> Iterator[Row]:
     ours = partial(ch.attend, q, k, v, mask, read=reading, impl=settings.impl)
     label = ", ".join(x for x in (settings.mask or "full", settings.read, settings.impl) if x)
     work = flops(settings.shape, None) * share(mask, settings.shape[2])
-    row = Row(f"{label} {settings.shape}", {"ours": ours, **ways}, dtype, work, note=note)
+    each = 2 * settings.shape[3]
+    row = Row(f"{label} {settings.shape}", {"ours": ours, **ways}, dtype, work, each, note=note)
     for name, how in differences(row).items():
         # Rows without sources, for one, are not a number elsewhere.
         del row.ways[name]

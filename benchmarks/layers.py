@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import clearhead as ch
+from cases import flops
+from clearhead import masks
 from clearhead.models import GPT, gpt
 from clearhead.models.train import Settings, Training
 from measure import Goal, Row
@@ -43,7 +45,7 @@ def on_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, read: Any =
 
 
 def nothing(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, read: Any = None) -> Tensor:
-    """No attention: what is left of the step is the rest of it, and nobody can take less."""
+    """No attention: what is left of the step is the rest of it."""
     return query + key + value
 
 
@@ -53,10 +55,14 @@ def training(**sizes: int) -> Iterator[Row]:
     tokens = torch.randint(65, (Settings().batch, model.length + 1))
     calls = {"ours": ch.attend, "on SDPA": on_sdpa, "no attention": nothing}
     steps = {name: _step(copy.deepcopy(model), call, tokens) for name, call in calls.items()}
+    head = model.blocks[0].attention.heads
+    shape = (len(tokens), head, model.length, model.embedding.embedding_dim // head)
     yield Row(
         f"training step of models.GPT, {tuple(tokens[:, 1:].shape)} tokens",
         {name: steps[name] for name in ("ours", "on SDPA")},
         yardsticks={"no attention": steps["no attention"]},
+        # Forward and backward are seven products, and the weights are made in both.
+        flops=flops(shape, masks.causal(), 7) * len(model.blocks), each=7 * shape[3] // 2,
         floor="no attention", peer="on SDPA", goals=(Goal("on SDPA", 1.15),), compare=2,
     )  # fmt: skip
 

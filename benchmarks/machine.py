@@ -78,12 +78,15 @@ def kernel() -> Any:
     return _kernel._native
 
 
-def multiply_adds(dtype: Any) -> Callable[[], Any]:
-    """A call that does PEAK_FLOPS operations with numbers of that type, and nothing else."""
+def multiply_adds(dtype: Any, each: int = 0) -> Callable[[], Any]:
+    """A call that does PEAK_FLOPS operations with numbers of that type, and nothing else.
+
+    With `each`, a score's maximum, exponential and sum come after so many multiply-adds of it.
+    """
     native, pairs = kernel(), str(dtype) == "torch.bfloat16"
     trial = 1000
-    rounds = int(trial * PEAK_FLOPS / native.peak(trial, pairs))
-    return lambda: native.peak(rounds, pairs)
+    rounds = int(trial * PEAK_FLOPS / native.peak(trial, each, pairs))
+    return lambda: native.peak(rounds, each, pairs)
 
 
 def limits(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:

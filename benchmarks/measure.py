@@ -23,6 +23,8 @@ Way = Callable[[], Any]
 SAMPLE = 0.02
 # Threads of torch that wait for more work keep a core busy for so long after a call.
 PAUSE = 0.01
+# The machine's own limits: multiply-adds alone, and with what a softmax needs in between.
+LIMITS = ("peak", "bound")
 # Above what rounding does, below what a wrong mask does: a share of the largest number.
 AGREE = {torch.float32: 2.0**-12, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
 
@@ -47,12 +49,11 @@ class Row:
     ways: dict[str, Way]
     dtype: torch.dtype = torch.float32
     flops: float = 0.0
+    each: int = 0  # multiply-adds for each score
     yardsticks: dict[str, Way] = field(
         default_factory=dict
     )  # timed beside, with no answer to check
-    floor: str = (
-        ""  # the yardstick that nobody can be faster than, where it is not the multiply-adds
-    )
+    floor: str = ""  # the yardstick whose time nobody can do without
     peer: str = "SDPA"  # whose time the bound is said of
     goals: tuple[Goal, ...] = ()
     compare: int = 1  # so many leading tensors of an answer have to agree
@@ -120,6 +121,7 @@ def measure(row: Row, settings: Settings) -> None:
     runs = {**row.ways, **row.yardsticks}
     if row.flops and machine.kernel() is not None:
         runs["peak"] = machine.multiply_adds(row.dtype)
+        runs["bound"] = machine.multiply_adds(row.dtype, row.each)
     clock, counts = settings.clock, {}
     for name, run in runs.items():
         fastest = _seconds(run, 1, clock)
@@ -147,17 +149,17 @@ def summary(row: Row) -> dict[str, Any]:
     """The figures of a row, ready for JSON."""
     middle = {name: statistics.median(x) for name, x in row.samples.items()}
     ours = middle["ours"]
-    peak = row.flops and "peak" in middle and machine.PEAK_FLOPS / middle["peak"]
-    least = middle.get(row.floor) or (row.flops / peak if peak else None)
+    peak, most = (machine.PEAK_FLOPS / middle[x] if x in middle else 0 for x in LIMITS)
+    least = middle.get(row.floor, 0.0) + (row.flops / most if most else 0.0)
     found = {
         "work": row.name,
         "dtype": str(row.dtype).removeprefix("torch."),
         "unit": row.unit,
         "ours": ours,
         "spread": spread(row.samples["ours"]),
-        "others": {n: x for n, x in middle.items() if n not in ("ours", "peak")},
+        "others": {n: x for n, x in middle.items() if n not in ("ours", *LIMITS)},
         "yardsticks": list(row.yardsticks),
-        "of_peak": row.flops / ours / peak if peak else None,
+        "of_peak": row.flops / ours / peak if peak and not row.floor else None,
         "bound": middle[row.peer] / least if least and row.peer in middle else None,
         "error": row.error() if row.error else None,
         "note": row.note,

@@ -39,9 +39,11 @@ process, after their answers had been found alike.
   and that is so many times as long as ours: above 1 we win, below 1 we lose.
 - **of peak**: the share of the multiply-adds that this machine does when it does nothing else,
   which took its turn in the same row. A causal mask counts for half of the edges.
-- **bound**: how many times as fast as the peer (SDPA, if it is there) a kernel could be that runs
-  at 100% of that peak; for decoding, one as fast as `torch.sum` over the same keys and values; for
-  a step of training, one whose attention takes no time. A goal above it is out of reach here.
+- **bound**: how many times as fast as the peer (SDPA, if it is there) this machine could be: a loop
+  that never touches memory does the multiply-adds and, after as many as a score needs, the softmax
+  of a score (maximum, difference, exponential, sum). It takes its turn in the row as well. For a
+  step of training the time without any attention comes on top; for decoding it is the time of
+  `torch.sum` over the same keys and values. A goal above the bound is out of reach here.
 - **error**: our largest error against float64, over that of SDPA in the same dtype.
 - **goal**: what the project set itself, on a machine where SDPA reaches a third of the peak.
 """

@@ -268,10 +268,11 @@ NB_MODULE(_native, m) {
     for (const std::string& other : available()) text += " " + other;
     throw nb::value_error(text.c_str());
   });
-  m.def("peak", [](int64_t rounds, bool pairs) {
+  m.def("peak", [](int64_t rounds, int64_t each, bool pairs) {
     const Kernel* kernel = kernel_or_throw();
+    require(rounds >= 0 && each >= 0, "rounds and each must not be negative");
     nb::gil_scoped_release released;
-    return peak(*kernel, rounds, pairs, 0);
+    return peak(*kernel, rounds, each, pairs, 0);
   });
   m.def("exp2", [](uintptr_t from, uintptr_t to, int64_t count) {
     const Kernel* kernel = kernel_or_throw();

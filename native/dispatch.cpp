@@ -294,12 +294,12 @@ bool backward(const Kernel& kernel, Backward& work, int threads) {
   return work.slots == 1 || run(rows, kernel.backward_sum);
 }
 
-double peak(const Kernel& kernel, int64_t rounds, bool pairs, int threads) {
+double peak(const Kernel& kernel, int64_t rounds, int64_t each, bool pairs, int threads) {
   threads = threads_for(1e12, threads);
-  std::vector<double> each((size_t)threads);
-  spread(threads, threads, 64, [&](int64_t i, char*) { each[(size_t)i] = kernel.peak(rounds, pairs); });
+  std::vector<double> done((size_t)threads);
+  spread(threads, threads, 64, [&](int64_t i, char*) { done[(size_t)i] = kernel.peak(rounds, each, pairs); });
   double total = 0;
-  for (double operations : each) total += operations;
+  for (double operations : done) total += operations;
   return total;
 }
 

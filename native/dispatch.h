@@ -22,7 +22,8 @@ bool forward(const Kernel& kernel, Forward& call, int threads);
 
 bool backward(const Kernel& kernel, Backward& work, int threads);
 
-// Multiply-adds at full speed on every thread; how many operations they were together.
-double peak(const Kernel& kernel, int64_t rounds, bool pairs, int threads);
+// Multiply-adds at full speed on every thread, with an exponential for every `each` of them (0: none);
+// how many operations the multiply-adds were together.
+double peak(const Kernel& kernel, int64_t rounds, int64_t each, bool pairs, int threads);
 
 }  // namespace clearhead

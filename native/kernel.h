@@ -137,7 +137,7 @@ struct Kernel {
   void (*backward)(const Backward&, int64_t item, char* scratch);
   void (*backward_rows)(const Backward&, int64_t item, char* scratch);
   void (*backward_sum)(const Backward&, int64_t item, char* scratch);
-  double (*peak)(int64_t rounds, bool pairs);  // multiply-adds alone; how many operations
+  double (*peak)(int64_t rounds, int64_t each, bool pairs);
   void (*exp2)(const float* from, float* to, int64_t count);
 };
 

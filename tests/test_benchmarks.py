@@ -119,28 +119,40 @@ def test_a_row_is_measured_in_turns() -> None:
 
 
 def found(**more: Any) -> dict[str, Any]:
-    """A row with the samples of a made-up machine that does 100 operations a second."""
+    """A row of a made-up machine: 100 operations a second, and 80 beside the softmax."""
     given: dict[str, Any] = {
         "samples": {"ours": [2.0, 2.0, 2.0], "SDPA": [3.0, 3.0, 4.0], "sum": [1.0, 1.0, 1.0],
-                    "peak": [machine.PEAK_FLOPS / 100] * 3},
+                    "peak": [machine.PEAK_FLOPS / 100] * 3, "bound": [machine.PEAK_FLOPS / 80] * 3},
         "yardsticks": {"sum": lambda: None}, "flops": 150.0,
     }  # fmt: skip
     return summary(Row("work", {}, **(given | more)))
 
 
-def test_the_bound_is_of_the_peak_or_of_a_yardstick() -> None:
+def test_the_bound_is_of_multiply_adds_with_softmax_and_of_a_yardstick() -> None:
     row = found()
     assert row["of_peak"] == pytest.approx(0.75)  # 150 operations take 1.5 s at the peak, ours 2 s
-    assert row["bound"] == pytest.approx(3 / 1.5)
-    assert found(floor="sum")["bound"] == pytest.approx(3.0)
+    assert row["bound"] == pytest.approx(3 / (150 / 80))
+    assert list(row["others"]) == ["SDPA", "sum"]
+    assert found(floor="sum", flops=0.0)["bound"] == pytest.approx(3 / 1)
+    assert found(floor="sum")["bound"] == pytest.approx(3 / (1 + 150 / 80))
+    assert found(floor="sum")["of_peak"] is None
     assert found(flops=0.0)["bound"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_and_bound_are_of_the_same_multiply_adds(dtype: torch.dtype) -> None:
+    native = machine.kernel()
+    if native is None:
+        pytest.skip("the kernel is not compiled")
+    pairs = dtype == torch.bfloat16
+    assert native.peak(1000, 0, pairs) == native.peak(1000, 2 * 64, pairs) > 0
 
 
 @pytest.mark.parametrize(
     ("goal", "state"),
     [
-        (Goal("SDPA", 1.5), "met"), (Goal("SDPA", 1.9), "missed"),
-        (Goal("SDPA", 2.1), "above the bound"), (Goal("flex", 2), "not measured"),
+        (Goal("SDPA", 1.5), "met"), (Goal("SDPA", 1.55), "missed"),
+        (Goal("SDPA", 1.7), "above the bound"), (Goal("flex", 2), "not measured"),
         (Goal("sum", 0.5), "met"), (Goal("sum", 3), "missed"),
         (Goal("peak", 0.7), "met"), (Goal("peak", 0.8), "missed"),
         (Goal(most=2.0), "met"), (Goal(most=1.9), "missed"),
@@ -154,7 +166,7 @@ def test_the_table_says_all_of_a_row() -> None:
     goals = (Goal("SDPA", 2.3), Goal("flex", 2), Goal("peak", 0.7))
     assert table.line(found(goals=goals, error=lambda: 1.1, note="flex: not here")) == (
         "| work | float32 | 2.00 s ± 0% | SDPA 3.00 s (1.50x); sum 1.00 s (0.50x) (flex: not here) "
-        "| 75% | 2.00x | 1.10 "
+        "| 75% | 1.60x | 1.10 "
         "| 2.3x SDPA: above the bound; 2x flex: not measured; 70% of peak: met |"
     )
     assert table.HEAD.splitlines()[0].count("|") == table.line(found()).count("|")
