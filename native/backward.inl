@@ -78,7 +78,7 @@ struct Gradient {
   Ranges ranges;
   uint64_t bits[kTile];
 
-  Gradient(Share& share, Arena arena) : share(share), work(share.work), call(work.forward), changes(work) {
+  Gradient(Share& share, Arena arena) : share(share), work(share.work), call(work.forward), changes(work, arena) {
     plain = is_plain(call), pairs = work.packed_k != nullptr;
     more = call.softcap != 0 || work.dbias.data || changes.any();
     packed_q = arena.take<float>(call.head_dim * lanes), packed_grad = arena.take<float>(call.value_dim * lanes);
@@ -199,6 +199,7 @@ struct Gradient {
       const f weight = Vec::mul(exp_of(below), Vec::load(row_scale + j));
       f grad = changes.with_entropy(Vec::load(grads + i * N), Vec::add(below, Vec::load(log_scale + j)), j);
       grad = Vec::mul(weight, Vec::sub(grad, Vec::load(delta + j)));
+      if (work.readings.scores) grad = Vec::add(grad, Vec::load(changes.scores + i * N));
       if (work.dbias.data) Vec::store(bias_tile + i * N, grad);
       grad = Vec::mul(grad, scale);
       if (call.softcap != 0) grad = Vec::mul(grad, Vec::load(slope + i * N));
@@ -248,7 +249,9 @@ struct Gradient {
     }
     if (more) {
       changes.add(from, n, grads);
+      if (work.readings.scores) changes.load_scores(from, n);
       if (masked) clear_blocked(grads, n, bits);
+      if (masked && work.readings.scores) clear_blocked(changes.scores, n, bits);
       if (masked && call.softcap != 0) clear_blocked(slope, n, bits);
       differentiate_more(n);
       if (work.dbias.data) add_bias(from, n);

@@ -7,6 +7,7 @@
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "dispatch.h"
 
@@ -63,6 +64,7 @@ const Kernel* kernel_or_throw() {
 struct Call {
   Forward work{};
   Backward gradient{};
+  std::vector<MassChange> masses;
 
   Call(int type, uintptr_t q, Four q_shape, Four q_stride, uintptr_t k, Four k_shape, Four k_stride, uintptr_t v,
        Four v_shape, Four v_stride, uintptr_t out, Four out_stride, float scale) {
@@ -173,7 +175,16 @@ struct Call {
   void set_distance_change(uintptr_t place, int64_t offset) {
     gradient.readings.distance = address<float>(place), work.distance_offset = offset;
   }
-  void set_mass_change(uintptr_t place) { gradient.readings.mass = address<float>(place); }
+  // Of the edges that were told last.
+  void add_mass_change(uintptr_t place) {
+    require(work.mass_edges.start || work.mass_edges.bytes, "the gradient of a mass needs its edges");
+    masses.push_back({work.mass_edges, address<float>(place)});
+    work.mass_edges = {};
+  }
+  void set_scores_change(uintptr_t place) {
+    times(times(times(work.batch, work.head), work.query_total), times(work.source, 8));
+    gradient.readings.scores = address<float>(place);
+  }
   void set_received_change(uintptr_t place) { gradient.readings.received = address<float>(place); }
   void set_rows_change(uintptr_t row_of, int64_t count, uintptr_t place) {
     times(times(times(work.batch, work.head), count), times(work.source, 8));
@@ -203,11 +214,11 @@ struct Call {
     if (!work.batch || !work.head || !work.query || !work.source) return;
     require(work.row_max, "gradients need the maxima and sums of the rows");
     const Readings& given = gradient.readings;
-    require(!given.mass || work.mass_edges.start || work.mass_edges.bytes, "the gradient of a mass needs its edges");
     require(gradient.row_terms || !(given.received || given.rows || given.cells), "sums need the rows' terms");
     require(work.bias.data || !gradient.dbias.data, "the gradient of a bias needs the bias");
     const Type type = wide ? Type::f32 : work.type;
     gradient.forward = work, gradient.type = type;
+    gradient.readings.masses = masses.data(), gradient.readings.mass_count = (int64_t)masses.size();
     const Four query{work.batch, work.head, work.query, work.head_dim};
     const Four key{work.batch, work.source_head, work.source, work.head_dim};
     const Four value{work.batch, work.source_head, work.source, work.value_dim};
@@ -251,7 +262,8 @@ NB_MODULE(_native, m) {
       .def("set_row_terms", &Call::set_row_terms)
       .def("set_entropy_change", &Call::set_entropy_change)
       .def("set_distance_change", &Call::set_distance_change)
-      .def("set_mass_change", &Call::set_mass_change)
+      .def("add_mass_change", &Call::add_mass_change)
+      .def("set_scores_change", &Call::set_scores_change)
       .def("set_received_change", &Call::set_received_change)
       .def("set_rows_change", &Call::set_rows_change)
       .def("set_cells_change", &Call::set_cells_change)

@@ -11,14 +11,19 @@ struct Changes {
   const Forward& call;
   const Readings& given;
   int64_t batch, head, first, count;
-  float entropy[kMaxLanes], distance[kMaxLanes], mass[kMaxLanes], position[kMaxLanes], cell[kMaxLanes];
+  float entropy[kMaxLanes], distance[kMaxLanes], position[kMaxLanes], cell[kMaxLanes];
   int64_t cell_row[kMaxLanes];
-  Ranges ranges;
+  float *mass, *scores;  // of each mass and lane; of each source of a tile and lane
+  Ranges* ranges;        // of the edges of each mass
 
-  explicit Changes(const Backward& work) : work(work), call(work.forward), given(work.readings) {}
+  Changes(const Backward& work, Arena& arena) : work(work), call(work.forward), given(work.readings) {
+    mass = arena.take<float>(given.mass_count * lanes), ranges = arena.take<Ranges>(given.mass_count);
+    scores = arena.take<float>(given.scores ? kTile * lanes : 0);
+  }
 
   bool any() const {
-    return given.entropy || given.distance || given.mass || given.top || given.received || given.rows || given.cells;
+    return given.entropy || given.distance || given.mass_count || given.scores || given.top || given.received ||
+           given.rows || given.cells;
   }
 
   int64_t row(int64_t lane) const {
@@ -31,14 +36,22 @@ struct Changes {
       const bool real = lane < count;
       entropy[lane] = given.entropy && real ? -given.entropy[row(lane)] : 0;
       distance[lane] = given.distance && real ? given.distance[row(lane)] : 0;
-      mass[lane] = given.mass && real ? given.mass[row(lane)] : 0;
       position[lane] = (float)(call.first_query + first + lane + call.distance_offset);
       cell[lane] = 0;
       if (!given.cells) continue;
       while (real && call.first_query + first + lane >= call.query_edges[in + 1]) ++in;
       cell_row[lane] = in;
     }
-    if (given.mass) ranges = ranges_of(call.mass_edges, batch, head, first, count, lanes, call.source);
+    for (int64_t m = 0; m < given.mass_count; ++m) {
+      ranges[m] = ranges_of(given.masses[m].edges, batch, head, first, count, lanes, call.source);
+      for (int64_t lane = 0; lane < lanes; ++lane) mass[m * lanes + lane] = lane < count ? given.masses[m].change[row(lane)] : 0;
+    }
+  }
+
+  // Fills the gradients of a tile's final scores, 0 for lanes without a query.
+  void load_scores(int64_t from, int64_t n) {
+    if (count < lanes) std::memset(scores, 0, sizeof(float) * n * lanes);
+    transpose(given.scores + row(0) * call.source + from, call.source, count, n, scores, lanes);
   }
 
   // The entropy's share, from the logarithm of the weight; a weight that underflows has none.
@@ -50,7 +63,7 @@ struct Changes {
 
   void add(int64_t from, int64_t n, float* grads) {
     if (given.distance) add_distance(from, n, grads);
-    if (given.mass) add_mass(from, n, grads);
+    for (int64_t m = 0; m < given.mass_count; ++m) add_mass(m, from, n, grads);
     if (given.top) add_top(from, n, grads);
     add_sums(from, n, grads);
   }
@@ -72,13 +85,13 @@ struct Changes {
     }
   }
 
-  void add_mass(int64_t from, int64_t n, float* grads) const {
+  void add_mass(int64_t m, int64_t from, int64_t n, float* grads) const {
     uint64_t edges[kTile];
-    const Tile kind = tile_bits<W>(call.mass_edges, ranges, batch, head, first, count, from, n, edges);
+    const Tile kind = tile_bits<W>(given.masses[m].edges, ranges[m], batch, head, first, count, from, n, edges);
     if (kind == Tile::empty) return;
     for (int64_t i = 0; i < n * W; ++i) {
       const int j = (int)(i % W) * N;
-      const f x = Vec::load(mass + j);
+      const f x = Vec::load(mass + m * lanes + j);
       add_to(grads + i * N, kind == Tile::full ? x : Vec::select(edges[i / W] >> j, x, Vec::zero()));
     }
   }

@@ -77,11 +77,19 @@ struct Forward {
   std::atomic<bool>* odd;
 };
 
+// The gradient of the mass of some edges, (batch, head, query_total).
+struct MassChange {
+  Edges edges;
+  const float* change;
+};
+
 // Gradients of readings, or null. Those per query are (batch, head, query_total).
 struct Readings {
   const float* entropy;
   const float* distance;  // of positions counted as in `Forward`
-  const float* mass;      // of `mass_edges`
+  const MassChange* masses;
+  int64_t mass_count;
+  const float* scores;    // (batch, head, query_total, source), of the final scores
   const float* received;  // (batch, head, source)
   const float* rows;      // (batch, head, row_count, source), of the queries in `row_of`
   const float* cells;     // (batch, head, query_cells, source_cells), of the sums of weights

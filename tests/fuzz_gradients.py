@@ -25,6 +25,7 @@ READ = (
     readings.Received(), readings.Distance(), readings.Mass(masks.first(2)),
     readings.Mass(masks.causal() & (masks.window(3) | masks.first(1))), readings.BlockMap(4),
     readings.Rows([-1, 0, -1]), readings.TopK(11), readings.Weights(), readings.Overlap(),
+    readings.Scores(), readings.Mass(masks.window(5)), readings.Mass(masks.diagonal(1)),
 )  # fmt: skip
 NAMES = ("query", "key", "value", "bias", "sinks")
 
@@ -37,6 +38,7 @@ class Softmax(NamedTuple):
     lse: Tensor  # 0 for an empty row
     sink: Tensor  # the weight of the sink, 0 where there is none
     slope: Tensor  # of the softcap
+    scores: Tensor  # 0 where blocked
 
 
 def softmax(drawn: Drawn, leaves: dict[str, Tensor]) -> tuple[Softmax, Tensor, Tensor, Tensor]:
@@ -67,7 +69,9 @@ def softmax(drawn: Drawn, leaves: dict[str, Tensor]) -> tuple[Softmax, Tensor, T
     logs = torch.where(allowed, shifted - log_sum[..., None], 0)
     weights = shares / torch.where(empty, 1, total)[..., None]
     lse = torch.where(empty, 0, most + log_sum)
-    return Softmax(weights, logs, lse, sink / torch.where(empty, 1, total), slope), q, k, v
+    sink = sink / torch.where(empty, 1, total)
+    shown = torch.where(allowed, scores, 0)
+    return Softmax(weights, logs, lse, sink, slope, shown), q, k, v
 
 
 def readings_of(read: Any, s: Softmax, drawn: Drawn, values: Any) -> list[tuple[Tensor, Tensor]]:
@@ -100,6 +104,8 @@ def readings_of(read: Any, s: Softmax, drawn: Drawn, values: Any) -> list[tuple[
             found.append(w[..., list(reading.queries), :])
         elif name == "Weights":
             found.append(w)
+        elif name == "Scores":
+            found.append(s.scores)
         elif name == "BlockMap":
             found.append(_means(w))
         elif name == "TopK":
@@ -127,7 +133,7 @@ def _shown(value: Any) -> Tensor:
 def check(seed: int) -> None:
     """Compare one problem; raises AssertionError."""
     drawn, dice = draw(seed), random.Random(~seed)
-    read = tuple(dice.sample(READ, dice.choice((0, 0, 1, 1, 2, 4))))
+    read = tuple(dice.sample(READ, dice.choice((0, 0, 1, 1, 2, 4, 6))))
     shares = torch.Generator().manual_seed(seed)
     own = {**vars(drawn), **drawn.more}
     given = {name: own[name] for name in NAMES if own.get(name) is not None}
@@ -192,6 +198,9 @@ def _slacks(
     row_error = (w * (x_error + relative * terms)).sum(-1, keepdim=True)
     row_error = row_error + (pull * own * outputs[0].detach().abs()).sum(-1, keepdim=True)
     error = w * (4 * relative * (terms + summed) + x_error + 2 * row_error)
+    long = eps * (w.shape[-2] * w.shape[0]) ** 0.5
+    asked = _asked_of_scores(read, drawn, pulls)
+    error = error + asked * (2 * relative + eps * (16 + w.shape[-1] ** 0.5) + long)
     # The gradients of log-sum-exp and of the entropy's logarithm.
     factor = abs(drawn.more.get("scale", q.shape[-1] ** -0.5))
     tiny = 1e-36 * (1 + v.amax() + k.amax() + q.amax())
@@ -202,9 +211,8 @@ def _slacks(
         "key": 2 * _grouped(whole.mT @ q, group),
         "value": 2 * _grouped((w * (relative + 8 * eps)).mT @ pull, group),
     }
-    long = eps * (w.shape[-2] * w.shape[0]) ** 0.5
     if "bias" in drawn.more:
-        each = 2 * error + long * w * (terms + summed)
+        each = 2 * error + long * (w * (terms + summed) + asked)
         slacks["bias"] = each.sum_to_size(
             (1,) * (4 - drawn.more["bias"].ndim) + tuple(drawn.more["bias"].shape)
         ).reshape(drawn.more["bias"].shape)
@@ -227,6 +235,8 @@ def _weigh_on(read: Any, s: Softmax, drawn: Drawn, outputs: Any, pulls: Any) -> 
     for reading, output, pull in zip(read, outputs[1:], pulls[1:], strict=True):
         if not pull.any():
             continue
+        if isinstance(reading, readings.Scores):
+            continue
         if isinstance(reading, readings.LogSumExp):
             total = total + pull.abs()[..., None]
             continue
@@ -239,6 +249,15 @@ def _weigh_on(read: Any, s: Softmax, drawn: Drawn, outputs: Any, pulls: Any) -> 
         elif isinstance(reading, readings.Rows):
             size = size + 2 * pull.abs().amax()
         total = total + size
+    return total
+
+
+def _asked_of_scores(read: Any, drawn: Drawn, pulls: Any) -> Tensor:
+    """How much the gradients of scores that are read weigh on each score."""
+    total = torch.zeros(drawn.allowed.shape, dtype=torch.float64)
+    for reading, pull in zip(read, pulls[1:], strict=True):
+        if isinstance(reading, readings.Scores):
+            total = total + torch.where(drawn.allowed, pull.abs(), 0)
     return total
 
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import _kernel, native
+from clearhead._impl import _gradients, _kernel, _maps, native
 from tests import fuzz_gradients, fuzz_native
 
 kernel: Any = _kernel._native
@@ -35,6 +35,26 @@ READ = {
     "weights": readings.Weights(),
     "top": readings.TopK(3),
     "block map": readings.BlockMap(4),
+    "scores": readings.Scores(),
+    "overlap": readings.Overlap(),
+}
+MORE = {
+    "scores": (readings.Scores(), readings.Scores()),
+    "overlap": (readings.Overlap(), readings.Weights()),
+    "masses": (
+        readings.Mass(masks.first(2)), readings.Mass(HALF), readings.Mass(masks.nothing()),
+        readings.Mass(masks.diagonal(1)), READ["mass"], READ["mass"],
+    ),
+}  # fmt: skip
+MASKS = {
+    "none": None,
+    "causal": masks.causal(),
+    "window": masks.window(9),
+    "lengths": masks.lengths([50, 0]),
+    "ranges": HALF,
+    "documents": masks.document(torch.arange(70) // 16) & masks.causal(),
+    "edges": masks.edges([(k, 3 + k * 7 % 70) for k in range(3, 67)]),
+    "bytes": torch.rand(2, 4, 67, 70, generator=torch.Generator().manual_seed(5)) < 0.4,
 }
 BIASES = [
     (67, 70), (4, 67, 70), (2, 1, 67, 70), (2, 4, 67, 70), (70,), (67, 1), (4, 1, 1), (1,),
@@ -115,7 +135,53 @@ class TestReadings:
         (weights * weights.log()).nan_to_num(0).sum().backward()
         assert all(x.grad.isfinite().all() for x in leaves.values())
 
-    @pytest.mark.parametrize("read", [readings.Overlap(), readings.Scores()])
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("name", ["scores", "overlap", "masses"])
+    def test_under_any_mask_with_everything(
+        self, isa: str, alone: None, name: str, mask: str
+    ) -> None:
+        inputs = given(sinks=(4,), bias=(4, 67, 70))
+        inputs["bias"][..., 60] = -torch.inf
+        agree(inputs, mask=MASKS[mask], read=MORE[name], softcap=3.0, scale=-0.4)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("name", ["scores", "overlap", "masses"])
+    def test_in_half_precision(self, isa: str, alone: None, name: str, dtype: torch.dtype) -> None:
+        inputs = {n: x.to(dtype) for n, x in given().items()}
+        read = MORE[name]
+        ours = gradients("native", inputs, mask=masks.causal(), read=read)
+        right = gradients("reference", inputs, torch.float64, mask=masks.causal(), read=read)
+        for a, b in zip(ours, right, strict=True):
+            assert a.dtype == dtype
+            assert (a - b).abs().max() <= 8 * torch.finfo(dtype).eps * (1 + b.abs().max())
+
+    def test_the_kernel_gives_them_once(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One backward of the kernel has the context's gradient and all of the readings'."""
+        ran, backward = [], _gradients.backward
+        monkeypatch.setattr(
+            _gradients, "backward", lambda *given: ran.append(1) or backward(*given)
+        )
+        gradients("native", given(), read=(*MORE["masses"], *MORE["scores"], *MORE["overlap"]))
+        assert ran == [1]
+
+    def test_gradients_of_scores_at_blocked_edges_do_not_count(self, isa: str, alone: None) -> None:
+        leaves = {n: x.requires_grad_() for n, x in given(query=70, bias=(70, 70)).items()}
+        mask = HALF & masks.lengths([60, 0])
+        _, scores = ch.attend(**leaves, mask=mask, read=readings.Scores(), impl="native")
+        pull = torch.full(scores.shape, torch.nan).masked_fill(scores.detach() > -torch.inf, 1)
+        scores.backward(pull)
+        assert all(x.grad.isfinite().all() for x in leaves.values())
+        assert not leaves["query"].grad[1].any()
+        assert not leaves["key"].grad[1].any()
+        allowed = (scores.detach()[0] > -torch.inf).float()
+        torch.testing.assert_close(leaves["bias"].grad, allowed.sum(0))
+
+    def test_overlap_in_parts(self, isa: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_maps, "WEIGHTS", 1)
+        read = (readings.Overlap(), readings.Rows([3, 66, 3]), readings.Mass(HALF))
+        agree(given(query=150, source=151), mask=HALF, read=read)
+
+    @pytest.mark.parametrize("read", [readings.BlockMap(5), readings.Entropy(normalized=True)])
     def test_what_the_kernel_lacks_comes_from_the_next(
         self, isa: str, monkeypatch: pytest.MonkeyPatch, read: Any
     ) -> None:
@@ -126,7 +192,7 @@ class TestReadings:
             return through(problem, others, *args)
 
         monkeypatch.setattr(native, "_through_rest", spy)
-        agree(given(), read=(readings.Entropy(), read))
+        agree(given(bias=(67, 70)), read=(readings.BlockMap(4), read))
         assert asked == [((read,), None)]
 
     def test_the_largest_weights_of_a_block_map_have_no_gradient(self, isa: str) -> None:
@@ -184,6 +250,7 @@ class TestParts:
         monkeypatch.setattr(_kernel, "RANGES", 1)
         monkeypatch.setattr(_kernel, "EDGES", 1)
         read = (readings.Mass(HALF), readings.Received(), readings.Rows([3]), readings.BlockMap(3))
+        read += (readings.Scores(), readings.Mass(masks.first(2)), readings.Mass(HALF | HALF))
         agree(given(bias=(67, 70)), mask=HALF, read=read)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

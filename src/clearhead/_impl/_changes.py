@@ -3,7 +3,10 @@
 The gradient of a score is p_ij (x_ij - sum_k p_ik x_ik) where x_ij is that of the weight p_ij:
 grad . value for the context, and for a reading a few numbers a row or a source, which the kernel
 adds to each tile. The sum over a row is known from the reading's value, or found by the kernel in a
-pass of its own.
+pass of its own. What is asked of the scores themselves is added to the gradient of each.
+
+What is asked of the overlap of heads hangs on the weights of all of them: it is made of their maps,
+some queries at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +18,22 @@ import torch
 from torch import Tensor
 
 from clearhead import readings
-from clearhead._impl import _kernel
+from clearhead._impl import _kernel, _maps
 from clearhead._impl.problem import Problem
 from clearhead.readings import Reading, TopKValue
 
-__all__ = ["KEPT", "Changes", "sink_weights", "value"]
+__all__ = ["KEPT", "Changes", "sink_weights", "taken", "value"]
 
 # The value of these says what their gradient is worth to a row.
 KEPT = {readings.Entropy, readings.Distance, readings.Mass, readings.TopK}
+
+# The kernel has the gradient, whoever has found the value.
+ALSO = {readings.Mass, readings.Scores, readings.Overlap}
+
+
+def taken(inputs: _kernel.Inputs, read: tuple[Reading, ...]) -> set[Reading]:
+    """The readings whose gradients the kernel takes in."""
+    return {*_kernel.native_readings(inputs, read), *(r for r in read if type(r) in ALSO)}
 
 
 def value(reading: Reading, kept: Iterator[Tensor]) -> Any:
@@ -40,9 +51,10 @@ class Changes:
         self.terms = torch.zeros(self.shape, dtype=torch.float32)
         self.entropy: Tensor | None = None
         self.distance: Tensor | None = None
-        self.mass: Tensor | None = None
+        self.masses: dict[Reading, tuple[_kernel.ReadEdges, Tensor]] = {}
         self.received: Tensor | None = None
-        self.edges: _kernel.ReadEdges | None = None
+        self.scores: Tensor | None = None
+        self.overlap: _maps.Overlap | None = None
         self.cells: tuple[Tensor, ...] | None = None
         self.tops: list[tuple[Tensor, Tensor]] = []
         self.maps: list[tuple[Reading, Tensor]] = []
@@ -60,6 +72,11 @@ class Changes:
             self.received = _sum(self.received, self._flat(share))
         elif isinstance(reading, readings.LogSumExp):
             self.terms -= self._flat(share)
+        elif isinstance(reading, readings.Scores):
+            self.scores = _sum(self.scores, self._flat(share))
+        elif isinstance(reading, readings.Overlap):
+            self.overlap = self.overlap or _maps.Overlap(self.inputs)
+            self.overlap.add(self._flat(share))
         else:
             self._add_per_query(reading, self._flat(value), self._flat(share))
 
@@ -80,9 +97,9 @@ class Changes:
         elif isinstance(reading, readings.Distance):
             self.distance = _sum(self.distance, share)
         elif isinstance(reading, readings.Mass):
-            # There is room for one set of edges, which may be asked for more than once.
-            self.mass = _sum(self.mass, share)
-            self.edges = self.edges or _kernel.ReadEdges(self.inputs, reading.edges)
+            edges, before = self.masses.get(reading, (None, None))
+            edges = edges or _kernel.ReadEdges(self.inputs, reading.edges)
+            self.masses[reading] = edges, _sum(before, share)
         self.terms += share * value
 
     def _add_top(self, value: Any, share: Tensor) -> None:
@@ -119,11 +136,11 @@ class Changes:
             asks.append(("set_entropy_change", self.entropy))
         if self.distance is not None:
             asks.append(("set_distance_change", self.distance, self.source - self.shape[2]))
-        if self.mass is not None:
-            asks.append(("set_mass_change", self.mass))
+        if self.scores is not None:
+            asks.append(("set_scores_change", self.scores))
         if self.received is not None:
             asks.append(("set_received_change", self.received))
-        if self.maps:
+        if self.maps and self.overlap is None:
             row_of, total = self._map()
             asks.append(("set_rows_change", row_of, total.shape[2], total))
         if self.cells is not None:
@@ -136,7 +153,9 @@ class Changes:
 
     def split(self, parts: list[range]) -> list[range]:
         """Parts of few enough queries."""
-        return parts if self.edges is None else self.edges.split(parts)
+        for edges, _ in self.masses.values():
+            parts = edges.split(parts)
+        return parts if self.overlap is None else _maps.split(self.inputs, parts)
 
     def tell(self, call: Any, part: range) -> None:
         """Tell a kernel call on some of the queries where the numbers are."""
@@ -144,8 +163,11 @@ class Changes:
             self.asked = self._asks()
         for name, *given in self.asked:
             getattr(call, name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in given))
-        if self.edges is not None:
-            self.edges.tell(call, part)
+        for edges, change in self.masses.values():
+            edges.tell(call, part)
+            call.add_mass_change(change.data_ptr())
+        if self.overlap is not None:
+            self.overlap.tell(call, part, self._map() if self.maps else None)
 
 
 def _sum(total: Tensor | None, x: Tensor) -> Tensor:

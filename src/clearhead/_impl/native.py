@@ -173,7 +173,7 @@ def _shares(
 ) -> tuple[_changes.Changes | None, list[tuple[Reading, Any]]]:
     """The gradients of the readings: those that the kernel takes, and the others."""
     changes, others = None, []
-    taken = _kernel.native_readings(inputs, ctx.read)
+    taken = _changes.taken(inputs, ctx.read)
     kept = iter(ctx.saved_tensors[8:])
     for reading, share in zip(ctx.read, pytree.tree_unflatten(flat, ctx.spec), strict=True):
         value = _changes.value(reading, kept) if type(reading) in _changes.KEPT else None
