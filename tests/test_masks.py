@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -721,8 +722,95 @@ def test_masks_can_be_copied_and_hashed() -> None:
     mask = masks.causal() & masks.document(IDS) - masks.lengths([5, 3]) | ~masks.keep(REAL)
     for again in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("cpu")):
         assert torch.equal(again.dense(7), mask.dense(7))
-    assert mask in {mask}
-    assert masks.causal() != masks.causal()
+        assert again == mask
+        assert again in {mask}
+
+
+def even(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q + k) % 2 == 0
+
+
+def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q - k < 2
+
+
+# Each is made twice; no two of them are the same expression of the same data.
+WRITTEN = (
+    lambda: masks.everything(),
+    lambda: masks.nothing(),
+    lambda: masks.causal(),
+    lambda: masks.causal(align="start"),
+    lambda: masks.causal(align=0),
+    lambda: masks.window(3),
+    lambda: masks.window(4),
+    lambda: masks.band(2, 0),
+    lambda: masks.diagonal(0),
+    lambda: masks.first(2),
+    lambda: masks.prefix(2),
+    lambda: masks.lengths([5, 3]),
+    lambda: masks.lengths([5, 3], query=[5, 3]),
+    lambda: masks.lengths([5, 2]),
+    lambda: masks.keep(REAL),
+    lambda: masks.document(IDS),
+    lambda: masks.same(IDS, IDS),
+    lambda: masks.induction(IDS),
+    lambda: masks.duplicate(IDS),
+    lambda: masks.duplicate([IDS]),
+    lambda: masks.duplicate([IDS, TOKENS]),
+    lambda: masks.dense([[True, False]]),
+    lambda: masks.dense([[True], [False]]),
+    lambda: masks.dense([[True, True]]),
+    lambda: masks.edges([(3, 0)]),
+    lambda: masks.edges([(3, 0), (3, 1)]),
+    lambda: masks.where(even),
+    lambda: masks.where(near),
+    lambda: ~masks.causal(),
+    lambda: masks.causal() & masks.keep(REAL),
+    lambda: masks.keep(REAL) & masks.causal(),
+    lambda: masks.causal() | masks.keep(REAL),
+    lambda: masks.causal() - masks.keep(REAL),
+)
+
+
+def test_masks_are_equal_where_the_same_expression_made_them_of_equal_data() -> None:
+    made, again = ([make() for make in WRITTEN] for _ in range(2))
+    for at, one in enumerate(made):
+        for number, other in enumerate(again):
+            assert (one == other) == (at == number), (one, other)
+            assert (one != other) == (at != number)
+        assert hash(one) == hash(again[at])
+    assert len({*made, *again}) == len(WRITTEN)
+    assert masks.causal() != "causal()"
+    assert masks.dense(torch.ones(2, 2).bool()) != torch.ones(2, 2).bool()
+
+
+def test_masks_whose_numbers_are_not_known_are_equal_to_themselves_alone() -> None:
+    mask = masks.keep(torch.ones(3, dtype=torch.bool, device="meta"))
+    assert mask == mask
+    assert mask != masks.keep(torch.ones(3, dtype=torch.bool, device="meta"))
+    assert hash(mask) == hash(masks.keep(torch.ones(3, dtype=torch.bool, device="meta")))
+
+
+def test_torch_is_told_what_to_make_of_a_mask() -> None:
+    x, mask = torch.randn(2, 5, 8), masks.causal()
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    decoder = torch.nn.TransformerDecoderLayer(8, 2, batch_first=True)
+    for wrong in (
+        lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask),  # pyright: ignore
+        lambda: layer(x, x, x, attn_mask=mask),
+        lambda: layer(x, x, x, key_padding_mask=mask),
+        lambda: decoder(x, x, tgt_mask=mask),
+        lambda: x.masked_fill(mask, 0),  # pyright: ignore
+    ):
+        with pytest.raises(TypeError, match=r"^mask: torch takes a tensor(.|\n)*mask.to_multihead"):
+            wrong()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        x + mask  # pyright: ignore
+    right = mask.dense(5)
+    both = F.scaled_dot_product_attention(x, x, x, attn_mask=mask.to_sdpa(5))
+    assert torch.equal(both, F.scaled_dot_product_attention(x, x, x, attn_mask=right))
+    heard, _ = layer(x, x, x, attn_mask=mask.to_multihead(5))
+    assert torch.equal(heard, layer(x, x, x, attn_mask=~right)[0])
 
 
 def test_names_that_are_not_there_are_answered() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Pair(Mask):
     """Two masks joined by an operator."""
 
+    _made_of = ("left", "right")
     _sign = ""
 
     def __init__(self, left: Mask, right: Mask):
@@ -113,6 +114,7 @@ class Or(Pair):
 class Not(Mask):
     """All other edges."""
 
+    _made_of = ("inner",)
     _rank = 3
 
     def __init__(self, inner: Mask):

@@ -20,6 +20,8 @@ SHOWN = 64
 class Lengths(Mask):
     """Edges inside the filled part of every sample."""
 
+    _made_of = ("source", "query")
+
     def __init__(self, source: Tensor, query: Tensor | None):
         self.source, self.query = source, query
         counts = [t.shape[0] for t in (source, query) if t is not None and t.dim()]
@@ -100,6 +102,8 @@ class Lengths(Mask):
 class Keep(Mask):
     """Edges to real sources."""
 
+    _made_of = ("real",)
+
     def __init__(self, real: Tensor):
         self.real = real
         self.own = Own(batch=_samples(real), source=real.shape[-1])
@@ -143,6 +147,8 @@ class Keep(Mask):
 
 class Same(Mask):
     """Edges between equal ids; without `query_ids` the queries are the last of the sources."""
+
+    _made_of = ("name", "query_ids", "source_ids")
 
     def __init__(self, name: str, query_ids: Tensor | None, source_ids: Tensor):
         self.name, self.query_ids, self.source_ids = name, query_ids, source_ids
@@ -224,6 +230,8 @@ class Same(Mask):
 class Repeats(Mask):
     """Edges to (`shift` 0) or one after (`shift` 1) earlier occurrences of the query's token."""
 
+    _made_of = ("name", "tokens")
+
     def __init__(self, name: str, tokens: Tensor, shift: int):
         self.name, self.tokens, self.shift = name, tokens, shift
         self.own = Own(batch=_samples(tokens), source=tokens.shape[-1])
@@ -266,6 +274,8 @@ class Repeats(Mask):
 
 class Dense(Mask):
     """The edges that are True in a tensor."""
+
+    _made_of = ("tensor",)
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

@@ -26,6 +26,8 @@ HINT = "one edge is edges([(3, 0)]): query 3 reads source 0; dense(tensor) takes
 class Edges(Mask):
     """The edges of a list, in positions of the sequence."""
 
+    _made_of = ("codes", "align")
+
     def __init__(self, pairs: list[tuple[int, int]], align: Align):
         self.pairs = pairs  # ascending, each once
         self.last = pairs[-1][0], max(source for _, source in pairs)

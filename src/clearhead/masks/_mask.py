@@ -54,7 +54,8 @@ class Mask:
     [0, 2, 3]
 
     Masks compose with `&` (both), `|` (either), `-` (without) and `~` (all other edges), also with
-    bool tensors. They never change, and two are equal only if they are the same object. torch 2.13
+    bool tensors. They never change. Two are equal, and hash alike, where the same expression made
+    them of equal data; whether two expressions have the same edges, `dense` tells. torch 2.13
     cannot compile `~mask`: inside of a compiled function, write `masks.everything() - mask`.
     """
 
@@ -65,6 +66,8 @@ class Mask:
         cls.__name__ = "Mask"
 
     own = Own()
+    # The attributes that say which mask of its kind it is; None: it is equal to itself alone.
+    _made_of: tuple[str, ...] | None = None
     _rank = 4  # how tightly the expression binds: | 0, & 1, - 2, ~ 3, a call 4
     _calls = False  # whether a function of the user is asked, which needs care with positions
 
@@ -471,6 +474,35 @@ class Mask:
 
         return Not(self)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self is other or self._made_of is None or type(self) is not type(other):
+            return self is other
+        return all(_alike(getattr(self, part), getattr(other, part)) for part in self._made_of)
+
+    def __hash__(self) -> int:
+        if self._made_of is None:
+            return id(self)
+        return hash((type(self), *(_hashable(getattr(self, part)) for part in self._made_of)))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer functions of torch, which take tensors, with the way to make one of a mask.
+
+        Of an operator, `tensor & mask`, torch takes the error for "ask the other side".
+        """
+        raise type_error(
+            "mask",
+            "torch takes a tensor here",
+            got=f"a Mask in torch's {getattr(function, '__name__', 'function')}",
+            hint="mask.to_multihead(query, source) for nn.MultiheadAttention and nn.Transformer's "
+            "layers, mask.to_sdpa(query, source) for F.scaled_dot_product_attention; clearhead's "
+            "own attend and MultiheadAttention take the mask itself, as mask=",
+        )
+
     def __bool__(self) -> bool:
         raise type_error(
             "mask",
@@ -554,6 +586,20 @@ def readable(values: Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(values)  # pyright: ignore[reportAttributeAccessIssue]
         and not torch._C._len_torch_dispatch_stack()
     )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two parts of masks are equal; tensors that nobody may look at are if they are one."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return type(one) is type(other) and one == other
+    if one is other or not (readable(one) and readable(other)):
+        return one is other
+    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+
+
+def _hashable(part: Any) -> Any:
+    """What equal parts of masks have in common, without a look at the numbers of a tensor."""
+    return (part.dtype, part.shape) if isinstance(part, Tensor) else part
 
 
 def position(name: str, given: int, size: int) -> int:

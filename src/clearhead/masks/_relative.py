@@ -35,6 +35,8 @@ def named_align(align: Align, full: bool) -> str:
 class Everything(Mask):
     """All edges."""
 
+    _made_of = ()
+
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         return (i == i) & (j == j)
 
@@ -57,6 +59,8 @@ class Everything(Mask):
 class Nothing(Mask):
     """No edge."""
 
+    _made_of = ()
+
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         return (i != i) & (j != j)
 
@@ -78,6 +82,8 @@ class Nothing(Mask):
 
 class First(Mask):
     """Edges to the first n sources."""
+
+    _made_of = ("name", "n")
 
     def __init__(self, name: str, n: int):
         self.name, self.n = name, n
@@ -105,6 +111,8 @@ class First(Mask):
 
 class Relative(Mask):
     """Edges whose source stands from `low` to `high` positions after the query (None: any)."""
+
+    _made_of = ("name", "low", "high", "align")
 
     def __init__(
         self, name: str, given: tuple[int, ...], low: int | None, high: int | None, align: Align

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Where(Mask):
     """The edges for which a function says True."""
 
+    _made_of = ("function",)
     _calls = True
 
     def __init__(self, function: Callable[..., Tensor]):
