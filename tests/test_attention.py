@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -306,6 +307,32 @@ class TestEmptyRows:
             grads.append([x.grad for x in inputs])
         for ours, right in zip(*grads, strict=True):
             torch.testing.assert_close(ours, right)
+
+
+class TestEditsInPlace:
+    """Torch refuses them in the fused implementations; nowhere do they give a wrong gradient."""
+
+    @pytest.mark.parametrize("edited", ["context", "weights", "entropy"])
+    @pytest.mark.parametrize("used", ["context", "weights", "entropy"])
+    def test_refused_or_right(self, implementation: Any, edited: str, used: str) -> None:
+        given = [torch.randn(1, 2, 5, 3, dtype=torch.float64) for _ in range(3)]
+
+        def gradients(double: Any) -> Any:
+            inputs = [x.clone().requires_grad_() for x in given]
+            read = (readings.Weights(), readings.Entropy())
+            context, (weights, entropy) = implementation(*inputs, masks.causal(), read=read)
+            made = {"context": context, "weights": weights, "entropy": entropy}
+            made[edited] = double(made[edited])
+            return torch.autograd.grad(made[used].square().sum(), inputs, allow_unused=True)
+
+        right = gradients(lambda x: x * 2)
+        torch.testing.assert_close(gradients(lambda x: x.clone().mul_(2)), right)
+        try:
+            edited_in_place = gradients(lambda x: x.mul_(2))
+        except RuntimeError as error:
+            assert re.search("view and is being modified|modified by an inplace", str(error))  # noqa: PT017
+        else:
+            torch.testing.assert_close(edited_in_place, right)
 
 
 class TestOddNumbers:

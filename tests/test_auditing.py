@@ -140,7 +140,8 @@ SOUND: dict[str, dict[str, Any]] = {
 
 
 def library_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SOUND[name])
     return transformers.AutoModelForCausalLM.from_config(config, **options).eval().to(dtype)

@@ -83,6 +83,7 @@ def test_the_other_questions(words, code):
     ("words", "message"),
     [
         (["nowhere:thing"], "can be imported"),
+        (["nowhere"], r"SPEC: there is no such file(.|\n)*or package\.module:factory"),
         ([f"{HERE}:tokens_only", "--documents", "a,b"], "numbers with commas"),
         ([f"{HERE}:tokens_only", "--allowed", "casual"], "casual"),
         ([f"{HERE}:tokens_only", "--length", "0"], "at least 1"),

@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import clearhead as ch
 from clearhead import cli, heads, masks
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 # Heads that are their masks: rows have one source, so that weights are known. The last is even.
 TOKENS = torch.tensor([9, *[4, 5, 6, 7] * 6])

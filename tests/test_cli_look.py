@@ -158,6 +158,18 @@ def test_the_text_comes_from_a_file_or_standard_input(
     assert "--file text.txt reads the file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_not_utf_8_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, errors: str
+) -> None:
+    """Which of the two Python takes hangs on the locale."""
+    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stream)
+    said = refusal(capsys, "look", "-")
+    assert "TEXT: standard input is not UTF-8; got byte 0xe9" in said
+    assert "to do: convert it to UTF-8" in said
+
+
 def test_bert_guesses_what_is_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = models.Characters.of("hello shell", models.BERT.special)
     models.save(models.BERT(words, layers=1, heads=2, width=16, length=16), tmp_path)
@@ -239,8 +251,8 @@ def test_a_scan_refuses_an_rnn(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A hub that cannot be reached, and what was asked of it."""
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    pytest.importorskip("transformers")
+    import huggingface_hub
+
     asked: list[str] = []
 
     class ConnectError(Exception):

@@ -38,7 +38,6 @@ assert sys.stdout.errors == "strict", "the stream is left as it was"
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_every_command_prints_in_every_encoding(encoding: str, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
     (tmp_path / "tale.txt").write_text("Grüße, Ж, naïve “quotes” – 你好 ok\n" * 8, "utf-8")
     (tmp_path / "page.txt").write_text("the bell and the well and the shell\n" * 3)
     words = models.Characters.of("hello")

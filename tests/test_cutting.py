@@ -89,8 +89,10 @@ class TestEveryWayToAttend:
             one[3, 1] = one[4, 4] = True
             with verb(model, one):
                 want = model(x, other)
-            with verb(model, [(3, 1), (4, 4)]):
-                near(model(x, other), want)
+            pairs = [(3, 1), (4, 4)]
+            for given in (pairs, {*pairs}, iter(pairs), torch.tensor(pairs), torch.argwhere(one)):
+                with verb(model, given):
+                    near(model(x, other), want)
         one[4, 4] = False
         with verb(model, one):
             want = model(x, y)
@@ -209,7 +211,6 @@ def masked(model: Any, allowed: Tensor, batch: int = 2) -> Any:
     [*((name, "sdpa") for name in [*DECODERS, "BERT"]), *((name, "eager") for name in EAGER)],
 )
 def test_all_layers_against_a_mask_given_to_the_model(name, backend):
-    pytest.importorskip("transformers")
     one = BY_NAME[name]
     model, inputs = made(one, backend), one.read()
     cut = some_edges()
@@ -224,7 +225,6 @@ def test_all_layers_against_a_mask_given_to_the_model(name, backend):
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["T5", "BART", "BERT", "DistilBERT", "MPNet"])
 def test_a_source_cut_everywhere_is_a_source_of_padding(name, backend):
-    pytest.importorskip("transformers")
     one = BY_NAME[name]
     if backend not in one.backends:
         pytest.skip("one backend only")
@@ -400,7 +400,6 @@ PROJECTIONS = {
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_zeroing_a_head_is_zeroing_its_columns_of_the_projection(name, backend):
-    pytest.importorskip("transformers")
     one = BY_NAME[name]
     path, axis, width, head = PROJECTIONS[name]
     model, inputs = made(one, backend), one.read()
@@ -432,7 +431,6 @@ class TestGeneration:
         [("Llama", "sdpa"), ("Llama", "eager"), ("Mistral", "sdpa"), ("Gemma 3", "eager")],
     )
     def test_edges_stand_in_the_whole_sequence(self, name, backend, cache):
-        pytest.importorskip("transformers")
         one = BY_NAME[name]
         model, inputs = made(one, backend), one.read()
         cut = some_edges(LENGTH + 4) | masks.diagonal(2).dense(LENGTH + 4)
@@ -453,7 +451,6 @@ class TestGeneration:
 
     @torch.no_grad()
     def test_edges_of_the_prompt_only(self):
-        pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
         model, inputs = made(one, "sdpa"), one.read()
         cut = some_edges()
@@ -471,7 +468,6 @@ class TestGeneration:
     @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3"])
     @pytest.mark.parametrize("kind", ["drafts", "earlier cache"])
     def test_places_where_tokens_are_taken_back_or_were_there_before(self, name, kind):
-        pytest.importorskip("transformers")
         model: Any = made(BY_NAME[name], "sdpa")
         given: dict[str, Any] = {"input_ids": BY_NAME[name].read(batch=1)["input_ids"]}
         options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
@@ -493,7 +489,6 @@ class TestGeneration:
         near(torch.stack(answer.logits, 1), whole[:, -8:], atol=1e-5)
 
     def test_a_mean_over_one_step_is_refused(self):
-        pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
         model, inputs = made(one, "sdpa"), one.read()
         with pytest.raises(ValueError, match="reference: is needed for how='mean' under a cache"):  # noqa: SIM117
@@ -575,7 +570,12 @@ class TestProof:
             (TypeError, "pairs: is a list of .query, source.", lambda: ch.knockout(model, pairs)),
             (TypeError, r"edges: is a Mask(?s:.)*masks\.parse", lambda: ch.knockout(model, word)),
             (TypeError, "edges: is a Mask.*got int", lambda: ch.zero_weights(model, number)),
-            (TypeError, "edges: is a Mask.*float32", lambda: ch.knockout(model, torch.ones(3, 3))),
+            (TypeError, "edges: is a Mask.*float32", lambda: ch.knockout(model, torch.ones(3, 2))),
+            (
+                TypeError,
+                r"edges: is a Mask.*got \(3, 3\) of torch.int64\n.*shape \(n, 2\)",
+                lambda: ch.knockout(model, torch.ones(3, 3).long()),
+            ),
             (ValueError, "how: is one of zero", lambda: ch.ablate(model, 0, how="max")),
             (
                 ValueError,
@@ -667,7 +667,6 @@ class TestNothingIsLeftBehind:
         assert torch.equal(model(ids), own)
 
     def test_transformers_get_their_interface_back(self):
-        pytest.importorskip("transformers")
         from transformers.modeling_utils import AttentionInterface
 
         one = BY_NAME["Llama"]
@@ -807,7 +806,6 @@ class TestWatched:
     @pytest.mark.parametrize("outside", [True, False])
     @pytest.mark.parametrize("backend", ["sdpa", "eager"])
     def test_under_generate(self, outside, backend):
-        pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
         model, inputs = made(one, backend), one.read()
         edges = masks.diagonal(1)
@@ -865,7 +863,6 @@ class TestImportance:
         assert all(p.grad is None for p in model.parameters())
 
     def test_loss_of_the_output_and_chosen_heads(self):
-        pytest.importorskip("transformers")
         one = BY_NAME["Llama"]
         model, inputs = made(one, "sdpa"), one.read()
         for parameter in model.parameters():

@@ -46,8 +46,15 @@ class TestAgainstOneByOne:
             assert row.effect == pytest.approx((after - before).item(), abs=1e-12)
             assert row.weight == pytest.approx(weights[..., query, source].mean().item(), abs=1e-6)
 
+    def test_pairs_of_any_kind(self):
+        pairs = [(3, 1), (10, 2)]
+        want = list(ch.effects(gpt(), tokens(), edges=pairs))
+        for given in (iter(pairs), torch.tensor(pairs), dict.fromkeys(pairs).keys()):
+            assert list(ch.effects(gpt(), tokens(), edges=given)) == want
+
     def test_positions_of_numpy(self):
-        numpy = pytest.importorskip("numpy")
+        import numpy
+
         given, plain = ([(number(3), 1), (10, number(2))] for number in (numpy.int64, int))
         got, right = (ch.effects(gpt(), tokens(), edges=edges) for edges in (given, plain))
         assert list(got) == list(right)
@@ -118,7 +125,6 @@ class TestAgainstOneByOne:
         ],
     )
     def test_models_of_transformers(self, name, backend):
-        pytest.importorskip("transformers")
         one = BY_NAME[name]
         model, inputs = made(one, backend), one.read()
 

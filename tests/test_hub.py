@@ -25,7 +25,6 @@ from clearhead._watch import hub
 from tests.architectures import ALL
 from tests.test_watching import WAYS, WEIGHTS, Stack, lesson, sdpa
 
-transformers = pytest.importorskip("transformers")
 LLAMA = next(one for one in ALL if one.name == "Llama")
 TOKENS = LLAMA.read()["input_ids"]
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))

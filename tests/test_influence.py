@@ -103,7 +103,6 @@ def test_reach_of_known_models(how):
 
 
 def test_dict_inputs_encoder_decoder_and_nothing_left_behind():
-    pytest.importorskip("transformers")
     from tests.architectures import ALL
 
     (one,) = [architecture for architecture in ALL if architecture.name == "T5"]

@@ -10,13 +10,13 @@ import warnings
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import Tensor
 
 from clearhead import masks, readings
 
-onnx = pytest.importorskip("onnx")
 DOUBLE = 11  # onnx.TensorProto.DOUBLE
 INPUTS = ("query", "key", "value", "mask", "past_key", "past_value", "lengths")
 

@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -21,9 +23,6 @@ from clearhead._scan.checkpoint import Checkpoint
 from clearhead._scan.job import Job
 from clearhead._scan.sequences import Place, Sequence, batch_of, batches
 from clearhead.models.text import Characters, shipped_text
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 LINES = [line for line in shipped_text().splitlines() if line][:8]
 
@@ -297,6 +296,31 @@ def test_a_damaged_checkpoint_is_said(corpus: Path, tmp_path: Path, capsys: Any)
     assert not home.exists()
 
 
+def test_rows_that_are_missing_are_said_before_any_work(
+    corpus: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clearhead._scan.job.WINDOW_OF_DOCUMENTS", 2)
+    add, left = Job._add, [4]
+
+    def fail(self: Job, sequences: list[Sequence]) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Broken
+        add(self, sequences)
+
+    monkeypatch.setattr(Job, "_add", fail)
+    options = ["--out", tmp_path / "out", "--per-document", "--batch", 1, "--every", 0]
+    with pytest.raises(Broken):
+        scan(corpus, *options)
+    (tmp_path / "out.partial" / "rows-000000.parquet").unlink()
+    capsys.readouterr()
+    # Not one sequence is read: that would raise Broken.
+    assert scan(corpus, *options, "--resume") == 2
+    said = capsys.readouterr().err
+    assert "--resume: misses rows that were finished; got" in said
+    assert "rows-000000.parquet\n  to do: start over with --force" in said
+
+
 def test_resume_with_nothing_to_resume_starts(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     assert scan(corpus, "--out", tmp_path / "out", "--resume", "--limit", 2) == 0
     assert "starting at the beginning" in capsys.readouterr().err
@@ -416,7 +440,7 @@ def test_documents_of_one_token(tmp_path: Path, capsys: Any) -> None:
 
 BAD = {
     "empty": (b"", "CORPUS: is empty"),
-    "blank": (b"\n \n\n", "CORPUS: holds no text"),
+    "blank": (b"\n \n\n", "CORPUS: holds no text that can be used; got nothing but blanks\n"),
     "binary": (b"ELF\0\1\2", "CORPUS: is binary; got"),
     "gzip": (b"\x1f\x8b\x08", "CORPUS: is binary"),
     "latin": (b"caf\xe9\n", "CORPUS: holds no text that can be used; got 1 not UTF-8 (line 1)"),

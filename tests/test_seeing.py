@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 import clearhead as ch
@@ -16,7 +17,6 @@ from tests.architectures import ALL
 from tests.test_watching import WAYS, WEIGHTS, Stack, plain
 from tests.test_watching_models import attentions, generate, real
 
-transformers = pytest.importorskip("transformers")
 BY_NAME = {one.name: one for one in ALL}
 GROUPED = ["Llama", "Falcon", "GPT-BigCode", "Gemma 3", "BERT"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import clearhead as ch
 from clearhead import readings
 from tests.architectures import ALL, MORE, Architecture
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 
 WEIGHTS = readings.Weights()

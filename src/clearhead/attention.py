@@ -58,7 +58,8 @@ def attend(
 
     The answer mirrors `read`: None gives the context, one reading gives (context, its value), a
     tuple gives (context, tuple of values). Readings are of the weights before dropout, in float32
-    (float64 for float64 inputs).
+    (float64 for float64 inputs). Before an edit in place, clone() what has a gradient: torch raises
+    a RuntimeError at the edit or in the backward pass, and only "reference" stands some edits.
 
     - `mask`: a `Mask`, or a bool tensor, True where a query may attend, that broadcasts to
       `(*batch, head, query, source)`. A query that may attend to nothing gets context 0.

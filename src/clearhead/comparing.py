@@ -21,7 +21,7 @@ from clearhead._cut.outputs import Ablated
 from clearhead._watch import look
 from clearhead._watch.call import Call
 from clearhead._watch.cost import call_with
-from clearhead.cutting import Heads, Model, _edges, _is_pair
+from clearhead.cutting import Heads, Model, _edges, _is_pair, listed
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
 from clearhead.readings import TopK
@@ -146,6 +146,7 @@ def effects(
     Several cuts share a forward where the model runs samples apart, along the first axis of its
     inputs; where it does not, each has its own.
     """
+    edges = listed(edges)
     with torch.no_grad():
         clean = _Clean(model, inputs)
         where = chosen(layers, heads)

@@ -46,9 +46,9 @@ def knockout(
     under `ablate(how="zero")`. Heads and rows that lose no edge keep the bits of the model's own
     kernel.
 
-    - `edges`: a list of (query, source) pairs, as `[(3, 0)]`, a `Mask` or a bool tensor; in
-      positions of the whole sequence, also in steps with a cache. In `generate()` positions that
-      are not there yet may still come; elsewhere they are a ValueError.
+    - `edges`: (query, source) pairs, as `[(3, 0)]` or an integer tensor (n, 2), a `Mask` or a bool
+      tensor; in positions of the whole sequence, also in steps with a cache. In `generate()`
+      positions that are not there yet may still come; elsewhere they are a ValueError.
     - `layers`: numbers of the attention modules in order of first call, as `watch` counts them.
     - `heads`: head numbers, in all of `layers`, or (layer, head) pairs. All unless given.
 
@@ -180,15 +180,28 @@ def _edges(edges: Any) -> Mask:
         return edges
     if isinstance(edges, Tensor) and edges.dtype == torch.bool:
         return masks.dense(edges)
-    if isinstance(edges, list | tuple | set):
+    edges = listed(edges)
+    if isinstance(edges, list | tuple):
         # Cuts are said in positions of the whole sequence. There the alignments of self-attention
         # are one, and the queries of cross-attention count by themselves.
         pairs: Any = [edges] if _is_pair(edges) else edges
         return masks.edges(pairs, align="start")
-    rule = "is a Mask, a list of (query, source) pairs, or a bool tensor: True is cut"
+    rule = "is a Mask, (query, source) pairs, or a bool tensor: True is cut"
     if isinstance(edges, Tensor):
-        raise type_error("edges", rule, got=f"a tensor of {edges.dtype}")
+        got = f"{tuple(edges.shape)} of {edges.dtype}"
+        hint = "pairs are an integer tensor of shape (n, 2)"
+        raise type_error("edges", rule, got=got, hint=hint)
     raise no_mask("edges", edges, rule)
+
+
+def listed(edges: Any) -> Any:
+    """List the things that come one after another or are rows of numbers; leave others as is."""
+    if isinstance(edges, Tensor):
+        numbers = edges.dtype != torch.bool and not edges.dtype.is_floating_point
+        pairs = numbers and edges.dim() == 2 and edges.shape[1] == 2
+        return [tuple(pair) for pair in edges.tolist()] if pairs else edges
+    whole = isinstance(edges, str | bytes | dict | tuple) or not isinstance(edges, Iterable)
+    return edges if whole else list(edges)
 
 
 def _is_pair(edges: Any) -> bool:

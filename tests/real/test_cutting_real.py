@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 import clearhead as ch
@@ -17,7 +18,6 @@ MODELS = Path(os.environ.get("CLEARHEAD_MODELS", ".cache/models"))
 if not (MODELS / "smollm2" / "config.json").exists():
     pytest.skip(f"no models in {MODELS}: run `make real`", allow_module_level=True)
 
-transformers = pytest.importorskip("transformers")
 
 INDUCTION = [(18, 6), (17, 3), (17, 4), (18, 7), (17, 5), (23, 2), (23, 7), (20, 6)]
 # As many of the same layers, the nearest numbers that are not among those.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import clearhead as ch
 from clearhead import masks, readings
@@ -15,8 +16,6 @@ from clearhead import masks, readings
 MODELS = Path(os.environ.get("CLEARHEAD_MODELS", ".cache/models"))
 if not (MODELS / "smollm2" / "config.json").exists():
     pytest.skip(f"no models in {MODELS}: run `make real`", allow_module_level=True)
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,9 @@ class Checkpoint:
             raise value_error("--resume", "cannot read its state", got=path, hint=hint) from error
         if version != VERSION:
             raise value_error("--resume", "another version of clearhead wrote its state", hint=hint)
+        for path in self.row_files():
+            if not path.is_file():
+                raise value_error("--resume", "misses rows that were finished", got=path, hint=hint)
         return found, state
 
     def next_part(self) -> Path:

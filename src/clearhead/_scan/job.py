@@ -158,7 +158,8 @@ class Job:
     def _finish(self) -> None:
         if not self.survey.sequences:
             reasons = [f"{n} {reason} ({at})" for reason, (n, at) in self.problems().items()]
-            raise value_error("CORPUS", "holds no text that can be used", got="; ".join(reasons))
+            got = "; ".join(reasons) or "nothing but blanks"
+            raise value_error("CORPUS", "holds no text that can be used", got=got)
         problems = {reason: n for reason, (n, _) in self.problems().items()}
         counts = {"sequences": self.survey.sequences, "tokens": self.survey.tokens}
         about = {**self.about, **counts, "records": self.place.record, "problems": problems}

@@ -41,10 +41,32 @@ def text_of(arguments: argparse.Namespace, metavar: str) -> str:
     if given == "-" and sys.stdin is None:
         raise value_error(metavar, "cannot be read, as standard input is closed", hint="give it")
     if given == "-":
-        return sys.stdin.read().removesuffix("\n")
+        return _standard_input(metavar).removesuffix("\n")
     if "." in given and _is_file(given):
         print(f"note: {given} is read as a text; --file {given} reads the file", file=sys.stderr)
     return given
+
+
+def _standard_input(metavar: str) -> str:
+    """Read all of it; bytes of another encoding are an error, or (in some locales) surrogates."""
+    try:
+        text = sys.stdin.read()
+        text.encode()
+    except UnicodeError as error:
+        encoding = (sys.stdin.encoding or "utf-8").upper()
+        hint = f"convert it to {encoding} first, for example with iconv"
+        rule = f"standard input is not {encoding}"
+        raise value_error(metavar, rule, got=_odd_byte(error), hint=hint) from None
+    return text
+
+
+def _odd_byte(error: UnicodeError) -> str:
+    """The first byte or character that could not be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.object[error.start]:#04x}"
+    assert isinstance(error, UnicodeEncodeError)
+    # A locale that passes everything on hides byte 0x80 in the surrogate U+DC80.
+    return f"byte {ord(error.object[error.start]) & 0xFF:#04x} at character {error.start}"
 
 
 def _is_file(text: str) -> bool:

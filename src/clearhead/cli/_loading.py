@@ -19,9 +19,11 @@ from clearhead.viewer.text import label, labels, token_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reader", "load", "missing"]
+__all__ = ["KINDS", "Reader", "load", "missing"]
 
 SHIPPED = "the shipped GPT"
+# What the name of a model may be.
+KINDS = "a directory with a model, a GGUF file, or OWNER/NAME of a model of the hub"
 # Seconds that the hub has to answer in.
 PATIENCE = 2.5
 
@@ -108,13 +110,16 @@ class _Characters(Reader):
             return self.model(torch.tensor([ids]))[0]
 
 
-def load(spec: str | None, argument: str = "--model") -> Reader:
-    """Load the model that `spec` names; an error says under `argument` what was looked for."""
+def load(spec: str | None, argument: str = "--model", kinds: str = KINDS) -> Reader:
+    """Load the model that `spec` names.
+
+    An error says under `argument` what was looked for, and in `kinds` what may be named there.
+    """
     with named(model=argument):
-        return _load(spec)
+        return _load(spec, kinds)
 
 
-def _load(spec: str | None) -> Reader:
+def _load(spec: str | None, kinds: str) -> Reader:
     if spec is None:
         return _teaching(None)
     path = Path(spec).expanduser()
@@ -127,18 +132,18 @@ def _load(spec: str | None) -> Reader:
             raise _no_model(spec, path)
         return _teaching(path)
     if path.suffix == ".gguf" or path.is_absolute() or not _ID.fullmatch(spec):
-        raise missing(spec)
-    return _from_hub(spec)
+        raise missing(spec, kinds)
+    return _from_hub(spec, kinds)
 
 
 # As the hub names a model, OWNER/NAME; the oldest ones have no owner.
 _ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
-def missing(spec: str) -> ValueError:
+def missing(spec: str, kinds: str = KINDS) -> ValueError:
     """Build the error for a directory or file that is not there; it names those nearly so."""
     path = Path(spec).expanduser()
-    hint = "give a directory with a model, a GGUF file, or OWNER/NAME of a model of the hub"
+    hint = f"give {kinds}"
     if path.parent.is_dir():
         there = {p.name.lower(): p.name for p in path.parent.iterdir() if _holds_model(p)}
         near = difflib.get_close_matches(path.name.lower(), there, n=3)
@@ -191,7 +196,7 @@ def _gguf(path: Path) -> Reader:
     return _hugging_face(str(path), str(path.parent), gguf_file=path.name)
 
 
-def _from_hub(name: str) -> Reader:
+def _from_hub(name: str, kinds: str) -> Reader:
     """Take what was fetched before; ask the hub once, and shortly, before anything is fetched."""
     _transformers(name)
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -204,7 +209,7 @@ def _from_hub(name: str) -> Reader:
         except ValueError as error:  # perhaps not all of it is there
             fetched = f"; of what was fetched before: {error}"
     if "/" not in name:
-        raise missing(name)
+        raise missing(name, kinds)
     try:
         HfApi().model_info(name, timeout=PATIENCE)
     except RepositoryNotFoundError:

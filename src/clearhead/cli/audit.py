@@ -125,10 +125,10 @@ def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
                 hint="let the factory give (model, inputs)",
             )
         return _made(spec, length)
-    from clearhead.cli._loading import load
+    from clearhead.cli._loading import KINDS, load
 
     _refuse_bare_module(spec)
-    reader = load(spec, "SPEC")
+    reader = load(spec, "SPEC", f"{KINDS}, or package.module:factory, which makes one")
     if text is not None:
         import torch
 
