@@ -296,6 +296,21 @@ def test_a_damaged_checkpoint_is_said(corpus: Path, tmp_path: Path, capsys: Any)
     assert not home.exists()
 
 
+def test_a_checkpoint_of_another_version_is_refused(
+    corpus: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("clearhead._scan.checkpoint.VERSION", 1)
+        patched.setattr(Job, "_end", broken)
+        with pytest.raises(Broken):
+            scan(corpus, "--out", out, "--every", 0, "--limit", 2)
+    assert scan(corpus, "--out", out, "--resume", "--limit", 2) == 2
+    said = capsys.readouterr().err
+    assert "--resume: another version of clearhead wrote its state\n  to do: start over" in said
+    assert scan(corpus, "--out", out, "--force", "--limit", 2) == 0
+
+
 def test_rows_that_are_missing_are_said_before_any_work(
     corpus: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
