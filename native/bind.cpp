@@ -5,18 +5,19 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <cmath>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
+#include "tensor.h"
 
-namespace nb = nanobind;
 using namespace clearhead;
 
 namespace {
 
-using Four = std::array<int64_t, 4>;
 constexpr int64_t kMaxDim = 256;
 
 void require(bool holds, const char* rule) {
@@ -235,9 +236,51 @@ struct Call {
   }
 };
 
+// A call that wants nothing but the context, and the tensor that gets it.
+struct Plain : Call {
+  nb::object context;
+
+  Plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, float scale, nb::object context)
+      : Call(q.type, q.place, q.shape, q.stride, k.place, k.shape, k.stride, v.place, v.shape, v.stride,
+             out.place, out.stride, scale),
+        context(std::move(context)) {}
+};
+
+// What `attend` would find right and hand to the kernel as it is.
+bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
+  for (const Tensor* x : {&q, &k, &v}) {
+    if (x->rank != q.rank || x->type != q.type || x->stride[3] != 1 || x->shape[3] > kMaxDim) return false;
+    for (int64_t size : x->shape)
+      if (!size) return false;
+  }
+  return k.shape[0] == q.shape[0] && v.shape[0] == q.shape[0] && q.shape[1] % k.shape[1] == 0 &&
+         v.shape[1] == k.shape[1] && v.shape[2] == k.shape[2] && k.shape[3] == q.shape[3];
+}
+
+// The call on tensors that are right at first sight, or null where they need a closer look: no rule is
+// broken without being named, and none is named here.
+Plain* plain(nb::handle query, nb::handle key, nb::handle value, nb::handle scale) {
+  Tensor q, k, v;
+  const bool ready = (scale.is_none() || PyFloat_CheckExact(scale.ptr())) && read_tensor(query.ptr(), q) &&
+                     read_tensor(key.ptr(), k) && read_tensor(value.ptr(), v) && fit(q, k, v);
+  PyErr_Clear();
+  if (!ready) return nullptr;
+  if ((q.requires_grad || k.requires_grad || v.requires_grad) &&
+      !is(nb::steal(PyObject_CallNoArgs(torch().is_grad_enabled)), Py_False))
+    return nullptr;
+  nb::object context = make_context(query.ptr(), q, v.shape[3]);
+  Tensor out;
+  if (!context.is_valid() || !read_tensor(context.ptr(), out)) throw nb::python_error();
+  require(out.shape == Four{q.shape[0], q.shape[1], q.shape[2], v.shape[3]}, "the context has another shape");
+  const double factor = scale.is_none() ? 1 / std::sqrt((double)q.shape[3]) : PyFloat_AS_DOUBLE(scale.ptr());
+  return new Plain(q, k, v, out, (float)factor, std::move(context));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.attr("contract") = kContract;
+  torch();  // found before several threads ask
   nb::class_<Call>(m, "Forward")
       .def(nb::init<int, uintptr_t, Four, Four, uintptr_t, Four, Four, uintptr_t, Four, Four, uintptr_t, Four, float>())
       .def("set_part", &Call::set_part)
@@ -270,10 +313,14 @@ NB_MODULE(_native, m) {
       .def("set_top_change", &Call::set_top_change)
       .def("set_bias_gradient", &Call::set_bias_gradient)
       .def("differentiate", &Call::differentiate);
+  nb::class_<Plain, Call>(m, "Plain")
+      .def_ro("context", &Plain::context)
+      .def_prop_ro("query", [](const Plain& call) { return call.work.query; })
+      .def_prop_ro("source", [](const Plain& call) { return call.work.source; });
+  m.def("plain", &plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none());
   m.def("available", &available);
   m.def("isa", [] { return std::string(kernel_or_throw()->name); });
   m.def("block", [] { return kernel_or_throw()->block; });
-  m.def("lanes", [] { return kernel_or_throw()->lanes; });
   m.def("choose", [](const std::string& name) {
     if (choose(name)) return;
     std::string text = "this machine has no " + name + " kernel; it has";

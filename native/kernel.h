@@ -7,6 +7,10 @@
 
 namespace clearhead {
 
+// Raised with every change of what the Python side may ask of the module or has to make of its answers,
+// together with CONTRACT in _impl/_kernel.py: a module that was built from other sources is not used.
+constexpr int kContract = 1;
+
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 
 // A (batch, head, position, feature) tensor; strides in elements, the features lie side by side.
@@ -129,7 +133,6 @@ struct Backward {
 struct Kernel {
   const char* name;
   bool dots_bf16;
-  int64_t lanes;  // of one vector
   int64_t block;  // queries a block of the forward
   int64_t backward_block;
   size_t (*forward_scratch)(const Forward&);

@@ -10,7 +10,6 @@ extern const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel);
 const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_TEXT(CLEARHEAD_ISA),
     CLEARHEAD_ISA::Vec::has_dots,
-    CLEARHEAD_ISA::N,
     CLEARHEAD_ISA::kWide,
     CLEARHEAD_ISA::kMaxLanes,
     CLEARHEAD_ISA::forward_scratch,

@@ -10,6 +10,7 @@ import torch
 
 import clearhead
 from clearhead import _impl
+from clearhead._impl import native
 from clearhead._impl.problem import Problem
 
 torch.set_num_threads(1)
@@ -63,6 +64,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     chosen = Implementation(request.param)
     for module in _impl.IMPLEMENTATIONS:
         monkeypatch.setattr(module, "attend", _noted(module, chosen.ran))
+    monkeypatch.setattr(native, "plain", _noted_where_it_answers(chosen.ran))
     return chosen
 
 
@@ -74,3 +76,16 @@ def _noted(module: Any, ran: list[str]) -> Any:
         return original(*args, **kwargs)
 
     return attend
+
+
+def _noted_where_it_answers(ran: list[str]) -> Any:
+    original = native.plain
+
+    def plain(*args: Any) -> Any:
+        ran.append(native.NAME)
+        answer = original(*args)
+        if answer is None:
+            ran.pop()
+        return answer
+
+    return plain

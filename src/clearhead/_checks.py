@@ -273,8 +273,7 @@ def warn_if_backwards(given: Tensor) -> None:
 def _at_hand(given: Tensor) -> bool:
     """Whether its numbers can be looked at now, without waiting for a device."""
     plain = type(given) in (Tensor, torch.nn.Parameter) and given.is_cpu and given.numel() > 0
-    # The second is set by torch.jit.trace.
-    return plain and not watchers() and torch._C._get_tracing_state() is None
+    return plain and not watchers()
 
 
 def _corner(given: Tensor) -> float:

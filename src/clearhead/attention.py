@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from clearhead import _checks, _impl
+from clearhead._impl import native
 from clearhead._impl.dropout import draw_seed
-from clearhead._impl.problem import Problem
+from clearhead._impl.problem import Problem, default_scale
 from clearhead.masks import Mask
 from clearhead.readings import Overlap, Reading
 
@@ -82,6 +82,17 @@ def attend(
             attend, (query, key, value), query, key, value, mask, read=read, scale=scale,
             bias=bias, softcap=softcap, sinks=sinks, dropout=dropout, impl=impl,
         )  # fmt: skip
+    if (
+        read is None
+        and bias is None
+        and softcap is None
+        and sinks is None
+        and (impl is None or impl == native.NAME)
+        and (type(dropout) is float and dropout == 0)
+    ):
+        context = native.plain(query, key, value, mask, scale)
+        if context is not None:
+            return context
     kind = query.device.type if isinstance(query, Tensor) else "meta"
     if kind != "meta" and torch.is_autocast_enabled(kind):
         # As F.scaled_dot_product_attention does; inside, float32 must stay float32.
@@ -124,7 +135,7 @@ def _problem(
     if query.ndim < 4:
         query, key, value = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
     if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+        scale = default_scale(query.shape[-1])
     else:
         _checks.number("scale", scale, "multiply query by a tensor before the call")
     problem = Problem(query, key, value, None, scale)

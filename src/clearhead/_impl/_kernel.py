@@ -17,14 +17,28 @@ from clearhead.masks._data import Dense
 from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
-_native: Any = None
-# Why the kernel is not there, where it is not.
-MISSING = "no C++ compiler was found when clearhead was installed"
-try:
-    _native = import_module("clearhead._impl._native")
-except ImportError as error:
-    if not isinstance(error, ModuleNotFoundError):
-        MISSING = f"it was compiled, and does not load: {error}"
+# As in native/kernel.h.
+CONTRACT = 1
+
+
+def _load() -> tuple[Any, str]:
+    """The compiled module, and why it is not there where it is not."""
+    missing = "no C++ compiler was found when clearhead was installed"
+    try:
+        found: Any = import_module("clearhead._impl._native")
+    except ModuleNotFoundError:
+        return None, missing
+    except ImportError as error:
+        return None, f"it was compiled, and does not load: {error}"
+    if getattr(found, "contract", None) != CONTRACT:
+        return None, (
+            "it was built from another version of clearhead: install clearhead again, or run "
+            "native/build.sh in a checkout"
+        )
+    return found, missing
+
+
+_native, MISSING = _load()
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # The kernel takes so many intervals a row.
@@ -120,10 +134,26 @@ def _relative_ranges(low: Any, high: Any, align: Any, query: int, source: int) -
     return _as_ranges([Relative("", (), low, high, align).intervals(query, source)])  # type: ignore[list-item]
 
 
+class Placed(NamedTuple):
+    """What a kernel call is told of ranges, which live as long as this."""
+
+    ranges: Ranges
+    places: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _relative_placed(*given: Any) -> Placed:
+    ranges = _relative_ranges(*given)
+    return Placed(ranges, (ranges.start.data_ptr(), ranges.stop.data_ptr(), *ranges.strides()))
+
+
 def four(x: Tensor) -> Tensor:
     """The tensor as (batch, head, position, feature), features side by side."""
     if x.ndim != 4:
         x = x.reshape(-1, *x.shape[-3:])
+    if x.is_neg():
+        # What lies there has the other sign (the imaginary part of a conjugate).
+        x = x.resolve_neg()
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
@@ -149,9 +179,9 @@ class Inputs:
             self.ranges = ranges_of(problem.mask, problem)
         if problem.bias is not None:
             shape = (*self.query.shape[:3], self.key.shape[2])
-            self.bias = lifted(problem.bias.detach(), problem).float().expand(shape)
+            self.bias = lifted(problem.bias.detach().resolve_neg(), problem).float().expand(shape)
         if problem.sinks is not None:
-            self.sinks = problem.sinks.detach().float().contiguous()
+            self.sinks = problem.sinks.detach().resolve_neg().float().contiguous()
 
     def parts(self) -> list[range]:
         """The whole, or as many queries at a time as have few enough edges to write out."""
@@ -442,30 +472,19 @@ def in_range(problem: Problem) -> tuple[Tensor, Tensor]:
     return out.reshape(shape), (small & out.isfinite().all(-1)).reshape(*shape[:-1], 1)
 
 
-def context(problem: Problem) -> Tensor:
-    """The context alone of a 4-D problem: the shortest way from tensors to the kernel."""
-    q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
-    ranges = None if mask is None else ranges_of(mask, problem)
-    shape, q_steps, k_steps, v_steps = q.shape, q.stride(), k.stride(), v.stride()
-    plain = problem.bias is None and problem.sinks is None and problem.softcap is None
-    side_by_side = q_steps[3] == k_steps[3] == v_steps[3] == 1
-    if not plain or not side_by_side or (mask is not None and ranges is None):
-        return forward(Inputs(problem))[0]
-    width = v.shape[3]
-    out = (
-        q.new_empty((*shape[:3], width))
-        if width != shape[3]
-        else torch.empty_like(q, memory_format=torch.contiguous_format)
-    )
-    call = _native.Forward(
-        TYPES[q.dtype], q.data_ptr(), shape, q_steps, k.data_ptr(), k.shape, k_steps,
-        v.data_ptr(), v.shape, v_steps, out.data_ptr(), out.stride(), problem.scale,
-    )  # fmt: skip
-    if ranges is not None:
-        call.set_ranges(ranges.start.data_ptr(), ranges.stop.data_ptr(), *ranges.strides())
+def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | None:
+    """The context, where all that was given is right at first sight: the shortest way there is."""
+    if mask is not None and type(mask) is not Relative:
+        return None
+    call = _native.plain(query, key, value, scale)
+    if call is None:
+        return None
+    if mask is not None:
+        placed = _relative_placed(mask.low, mask.high, mask.align, call.query, call.source)
+        call.set_ranges(*placed.places)
     if call.run(0):
         raise OutOfRange
-    return out
+    return call.context
 
 
 def split(parts: list[range], rows: int) -> list[range]:

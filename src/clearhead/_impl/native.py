@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from clearhead._impl import _changes, _gradients, _kernel, _traced
 from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient
-from clearhead._impl.problem import Problem, watchers
+from clearhead._impl.problem import Problem, default_scale, watchers
 from clearhead.readings import BlockMapValue, Reading
 
 NAME = "native"
@@ -58,14 +58,29 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
     return reasons
 
 
+def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | None:
+    """The context of a call that is right at first sight, or None: then it needs a closer look.
+
+    Nothing is checked twice, no error is raised that the closer look would not raise, and every bit
+    of the context is the same.
+    """
+    if _kernel._native is None or watchers() or torch.is_autocast_enabled("cpu"):
+        return None
+    try:
+        return _kernel.plain(query, key, value, mask, scale)
+    except _kernel.OutOfRange:
+        if query.ndim < 4:
+            return None
+        scale = default_scale(query.shape[-1]) if scale is None else scale
+        return _out_of_range(Problem(query, key, value, mask, scale), ())[0]
+
+
 def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
     """Return the context and the values of the readings."""
     if torch.compiler.is_compiling():
         return _traced.attend(problem, read, spec)
     try:
         if not wants_gradient(problem):
-            if not read and problem.query.ndim == 4:
-                return _kernel.context(problem), []
             return _forward(problem, read)[:2]
         specs: list[Any] = []
         found: Any = _Native.apply(problem, read, specs, *tensors_of(problem))

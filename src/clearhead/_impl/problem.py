@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 if TYPE_CHECKING:
     from clearhead.masks import Mask
 
-__all__ = ["Problem", "Sizes", "watchers"]
+__all__ = ["Problem", "Sizes", "default_scale", "watchers"]
 
 
 class Sizes(NamedTuple):
@@ -73,6 +74,11 @@ class Problem:
         return tile.reshape(*batch, *tile.shape[1:])
 
 
+def default_scale(head_dim: int) -> float:
+    """What scores are multiplied by unless told: it keeps their variance at that of the inputs."""
+    return 1 / math.sqrt(head_dim) if head_dim else 1.0
+
+
 def watchers() -> list[str]:
     """What looks into the running call, so that only plain torch operations can serve it.
 
@@ -89,4 +95,6 @@ def watchers() -> list[str]:
         found.append("a dispatch mode (fake tensors, make_fx, ...) is active")
     if forward_ad._current_level >= 0:
         found.append("forward-mode differentiation is active")
+    if torch._C._get_tracing_state() is not None:
+        found.append("torch.jit.trace is recording the call")
     return found
