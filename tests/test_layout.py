@@ -49,7 +49,7 @@ def test_implementations_do_not_know_each_other() -> None:
             assert not module.startswith(above)
 
 
-@pytest.mark.parametrize("name", ["masks", "readings", "errors"])
+@pytest.mark.parametrize("name", ["masks", "readings", "errors", "_choice"])
 def test_the_vocabulary_imports_only_torch(name: str) -> None:
     paths = [SOURCE / f"{name}.py"] if (SOURCE / f"{name}.py").exists() else []
     paths += sorted((SOURCE / name).glob("*.py"))
@@ -62,6 +62,7 @@ def test_the_vocabulary_imports_only_torch(name: str) -> None:
                     f"clearhead.{name}",
                     "clearhead.masks",
                     "clearhead._impl.problem",
+                    "clearhead._choice",
                 )
             ), f"{path.name} imports {module}"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clearhead import masks, readings
+from clearhead import errors, masks, readings
 from clearhead.attention import attend
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import what is heavy, or seldom used, at the first use."""
     if name not in _HOMES:
-        meant = "" if name.startswith("_") else _meant(name)
-        also = f"; did you mean {meant}?" if meant else ""
+        also = errors.did_you_mean("" if name.startswith("_") else _meant(name))
         raise AttributeError(f"module 'clearhead' has no attribute {name!r}{also}")
     home = import_module(f"clearhead.{_HOMES[name]}")
     found = home if _HOMES[name] == name else getattr(home, name)

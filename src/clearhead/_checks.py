@@ -17,7 +17,7 @@ from clearhead import masks
 from clearhead._impl.problem import Problem, watchers
 from clearhead.errors import type_error, value_error, warn
 from clearhead.masks import Mask
-from clearhead.masks._make import no_mask, only_ones_and_zeros
+from clearhead.masks._make import MAY_ATTEND, no_mask, only_ones_and_zeros
 from clearhead.readings import Reading, Scores, Weights
 
 # Below this nobody asks how much memory is free.
@@ -290,7 +290,7 @@ def _no_bool(given: Tensor) -> TypeError:
         hint = "say which number means may attend, for example mask == 1"
     return type_error(
         "mask",
-        "is a Mask or a bool tensor (True = may attend)",
+        MAY_ATTEND,
         got=str(given.dtype).replace("torch.", ""),
         shapes={"mask": given},
         hint=hint,

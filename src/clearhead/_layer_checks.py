@@ -12,7 +12,7 @@ from clearhead._checks import warn_if_backwards
 from clearhead._impl.problem import Sizes, watchers
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
-from clearhead.masks._make import no_mask
+from clearhead.masks._make import MAY_ATTEND, no_mask
 
 if TYPE_CHECKING:
     from clearhead.multihead import MultiheadAttention
@@ -261,13 +261,12 @@ def as_mask(mask: Any, sizes: Layout) -> Mask:
     if isinstance(mask, Mask):
         mask.check(Sizes(sizes.query, sizes.source, sizes.batch, sizes.heads))
         return mask
-    rule = "is a Mask or a bool tensor (True = may attend)"
     if not isinstance(mask, Tensor):
         raise no_mask("mask", mask)
     if mask.dtype != torch.bool:
         float_hint = "floats that are added to the scores go into attn_mask="
         hint = float_hint if mask.is_floating_point() else "say which number may attend: mask == 1"
-        raise type_error("mask", rule, got=mask.dtype, shapes={"mask": mask}, hint=hint)
+        raise type_error("mask", MAY_ATTEND, got=mask.dtype, shapes={"mask": mask}, hint=hint)
     batch, heads, query, source, batched = sizes
     whole = mask.unsqueeze(1) if mask.ndim == 3 and batched else mask
     target = (batch, heads, query, source)[max(4 - whole.ndim, 0) :]

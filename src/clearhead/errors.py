@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["type_error", "value_error", "warn"]
+__all__ = ["did_you_mean", "type_error", "value_error", "warn"]
 
 
 def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
@@ -40,6 +40,11 @@ def warn(argument: str, rule: str, **parts: Any) -> None:
     while frame and str(frame.f_globals.get("__name__")).startswith(("clearhead.", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(_message(argument, rule, **parts), UserWarning, stacklevel=level)
+
+
+def did_you_mean(names: str) -> str:
+    """Close the sentence of an error with what may have been meant; with nothing for no names."""
+    return f"; did you mean {names}?" if names else ""
 
 
 def _message(

@@ -33,8 +33,9 @@ from clearhead._heads.look import Look
 from clearhead._heads.moments import Moments
 from clearhead._heads.part import Calls, Layer, Tally, joined
 from clearhead._heads.rolling import Rollout, rollout
-from clearhead._heads.running import body_of, runner, two_sided
+from clearhead._heads.running import body_of, runner
 from clearhead._heads.statistics import STATISTICS, Statistic, readings_for
+from clearhead._watch.modules import two_sided
 from clearhead.errors import value_error
 from clearhead.readings import TopK
 from clearhead.watching import Record, Seen, watch

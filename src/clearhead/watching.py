@@ -18,7 +18,7 @@ from clearhead._cut import joined
 from clearhead._watch import cost, hub, kept, look, store
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler, Interceptor, Loop
-from clearhead._watch.modules import Modules
+from clearhead._watch.modules import Modules, two_sided
 from clearhead._watch.stitch import Stitcher, join
 from clearhead.errors import type_error, value_error
 from clearhead.masks import Mask
@@ -429,7 +429,7 @@ class _Watcher(Handler):
 
     def _prompt(self, args: Any, kwargs: Any) -> int | None:
         """Find how many positions the prompt of `generate()` has, where they are the decoder's."""
-        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+        if two_sided(self.model):
             given = [kwargs.get("decoder_input_ids")]
         else:
             given = [kwargs.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]

@@ -10,8 +10,9 @@ from torch import nn
 
 from clearhead import masks
 from clearhead._heads.batch import Batch
+from clearhead._watch.modules import two_sided
 
-__all__ = ["body_of", "runner", "two_sided"]
+__all__ = ["body_of", "runner"]
 
 
 def runner(model: nn.Module) -> Callable[[Batch], Any]:
@@ -38,11 +39,6 @@ def body_of(model: Any) -> Callable[[Batch], Any] | None:
         return None
     names = inspect.signature(model.forward).parameters
     return None if "logits_to_keep" in names else runner(body)
-
-
-def two_sided(model: Any) -> bool:
-    """Say whether a model has an encoder and a decoder."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _plain(model: nn.Module, batch: Batch, masked: bool) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "two_sided"]
 
 _ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
@@ -25,6 +25,11 @@ _CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", 
 
 
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def two_sided(model: Any) -> bool:
+    """Say whether a model has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _within(name: str, other: str) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clearhead.errors import did_you_mean
 from clearhead.masks._convert import (
     from_additive,
     from_huggingface,
@@ -87,6 +88,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Say which mask a name may stand for that is not there."""
-    meant = "" if name.startswith("_") else guess(name)
-    also = f"; did you mean {meant}?" if meant else ""
+    also = did_you_mean("" if name.startswith("_") else guess(name))
     raise AttributeError(f"module 'clearhead.masks' has no attribute {name!r}{also}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from clearhead._choice import is_number
 from clearhead.errors import type_error, value_error
 from clearhead.masks._data import SHOWN
 from clearhead.masks._mask import Block, Mask
@@ -135,7 +135,7 @@ def _pair(pair: Any) -> tuple[int, int]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise type_error("pairs", "is a list of (query, source) pairs", got=repr(pair), hint=HINT)
     for number in pair:
-        if not isinstance(number, Integral) or isinstance(number, bool):
+        if not is_number(number):
             raise type_error("pairs", "holds positions, as integers", got=repr(tuple(pair)))
         if not 0 <= int(number) < LIMIT:
             hint = "how many positions there are is not known here, so none counts from the end"

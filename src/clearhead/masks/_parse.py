@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from clearhead.errors import type_error, value_error
+from clearhead.errors import did_you_mean, type_error, value_error
 from clearhead.masks import _edges, _make, _relative
 from clearhead.masks._compose import And, Minus, Not, Or
 from clearhead.masks._mask import Mask
@@ -191,8 +191,8 @@ class _Reader:
             hint = "where(function) takes Python code, so it is for programs only"
         elif not meant:
             hint = f"masks: {', '.join(LEAVES)}"
-        also = f"; did you mean {meant}?" if meant else ""
-        return self.wrong(name, f"{_cut(name.id)!r} is no mask{also}", hint=hint)
+        problem = f"{_cut(name.id)!r} is no mask{did_you_mean(meant)}"
+        return self.wrong(name, problem, hint=hint)
 
     def option(self, option: ast.keyword, call: str, make: Callable[..., Mask], bools: bool) -> Any:
         if option.arg not in inspect.signature(make).parameters:
