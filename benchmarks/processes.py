@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import resident
 from measure import Goal, Row
 
 HEAD, WIDTH = 12, 64
@@ -54,10 +54,10 @@ def child(way: str, length: int, threads: int) -> int:
     call = _calls()[way]
     call(torch.randn(1, HEAD, 64, WIDTH))
     x = torch.randn(1, HEAD, length, WIDTH)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _resident("VmHWM")
+    resident.forget_peak()
+    before = resident.peak()
     call(x)
-    return _resident("VmHWM") - before
+    return resident.peak() - before
 
 
 def _calls() -> dict[str, Callable[[Any], Any]]:
@@ -75,13 +75,6 @@ def _calls() -> dict[str, Callable[[Any], Any]]:
         "SDPA": lambda x: peers.sdpa(x, x, x, causal)(),
         "eager": lambda x: peers.eager(x, x, x, causal)(),
     }
-
-
-def _resident(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {name} in /proc/self/status")
 
 
 def processor_time() -> float:

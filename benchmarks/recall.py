@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.nn import functional as F
 import clearhead as ch
 import machine
 from clearhead.models import GPT, RNN
+from table import write
 
 TOKENS, LENGTH, STEPS, BATCH, RATE = 8, 160, 300, 16, 3e-3
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -181,14 +181,10 @@ def main() -> None:
             "machine": machine.facts(cpu_time=True),
             "rows": found,
         }
-        part = RESULT.with_suffix(".part")
-        part.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(part, RESULT)
-        print(f"Wrote {RESULT}")
+        write(RESULT, json.dumps(document, indent=1) + "\n")
     found = json.loads(RESULT.read_text())["rows"]
-    FIGURE.write_text(figure(found))
     print(table(found))
-    print(f"Wrote {FIGURE}")
+    write(FIGURE, figure(found))
 
 
 if __name__ == "__main__":

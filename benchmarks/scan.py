@@ -1,7 +1,7 @@
 """What `clearhead scan` takes: the looking over the plain forward, and text an hour.
 
     python benchmarks/scan.py DIRECTORY TEXT [--nth 8] [--batch 32] [--by paragraph]
-    python benchmarks/scan.py DIRECTORY TEXT --write    # the table of docs/scan.md
+    python benchmarks/scan.py DIRECTORY TEXT --write    # results/scan.json, and the docs' table
 
 Of the text's first window, which holds about the lengths that all of it has, every nth batch is
 run. The model alone and the scan of the same batch take turns in one process, so that both meet the
@@ -12,6 +12,7 @@ of all threads: what else runs on the machine counts little.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,14 +22,16 @@ from typing import Any
 import torch
 
 import machine
+import page
+import table
 from clearhead._scan.corpus import Corpus
 from clearhead._scan.job import WINDOW
 from clearhead._scan.sequences import Place, Sequences, batch_of, batches, windows
 from clearhead.cli._loading import load
 from clearhead.heads import Survey
 
-PAGE = Path(__file__).parent.parent / "docs" / "scan.md"
-BEGIN, END = "<!-- cost -->", "<!-- end of cost -->"
+HERE = Path(__file__).parent
+RESULT, PAGE = HERE / "results" / "scan.json", HERE.parent / "docs" / "scan.md"
 
 
 def main() -> None:
@@ -40,15 +43,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--by", choices=("line", "paragraph"), default="paragraph")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"keep it, and put it into {PAGE.name}"
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    table = "\n".join(lines(given, measure(given)))
-    print(table)
+    found = measure(given)
+    written = "\n".join(lines(given, found))
+    print(written)
     if given.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", "utf-8")
+        asked = {name: value for name, value in vars(given).items() if name != "write"}
+        asked |= {"model": Path(given.model).name, "text": given.text.name}
+        document = {"facts": machine.facts(cpu_time=True), "asked": asked, "found": found}
+        table.write(RESULT, json.dumps(document, indent=1) + "\n")
+        page.place(PAGE, written)
 
 
 @torch.no_grad()

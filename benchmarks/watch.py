@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
+import page
+import resident
+import table
 
 CELLS, TOP = 32, 8
 # How it is done, and up to which length it is tried: eager keeps 270 maps of T x T numbers.
@@ -35,7 +38,6 @@ WAYS = {
 }
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "watch.json", HERE.parent / "docs" / "watch.md"
-BEGIN, END = "<!-- cost -->", "<!-- end of cost -->"
 
 
 class Limit(NamedTuple):
@@ -111,14 +113,9 @@ def line(row: dict[str, Any]) -> str:
 
 def write(found: dict[str, Any]) -> None:
     """Keep the figures, and put the table in its place in the docs."""
-    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
+    table.write(RESULT, json.dumps(found, indent=1) + "\n")
     facts = ", ".join(f"{name} {fact}" for name, fact in found["facts"].items())
-    block = [BEGIN, f"Measured on: {facts}.", "", HEAD, *map(line, found["rows"]), END]
-    PAGE.write_text(before + "\n".join(block) + after, encoding="utf-8")
-    print(f"Wrote {RESULT} and {PAGE}")
+    page.place(PAGE, "\n".join([f"Measured on: {facts}.", "", HEAD, *map(line, found["rows"])]))
 
 
 def measured(arguments: argparse.Namespace, length: int) -> Iterator[dict[str, Any]]:
@@ -192,24 +189,12 @@ def child(directory: str, way: str, length: int, threads: int) -> dict[str, Any]
     }[way]
     with torch.no_grad():
         run(model, tokens[:, :64])  # what is imported and allocated once
-        forget_peak()
+        resident.forget_peak()
         start = time.process_time()
         values, check = run(model, tokens)
         seconds = time.process_time() - start
     assert way == "unwatched" or len(values) == 30, len(values)
-    return {"seconds": seconds, "peak": peak(), "check": check}
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
-def peak() -> float:
-    """Give the highest resident set since `forget_peak`, in MB (10^6 bytes)."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError("this benchmark needs Linux: /proc/self/status has no VmHWM")
+    return {"seconds": seconds, "peak": resident.peak() / 1e6, "check": check}
 
 
 def forward(model: Any, tokens: Any, **more: Any) -> Any:

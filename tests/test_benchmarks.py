@@ -19,8 +19,10 @@ import clearhead as ch
 import layers
 import machine
 import measure
+import page
 import peers
 import processes
+import resident
 import run
 import table
 from clearhead import masks, readings
@@ -288,3 +290,35 @@ def test_groups_give_rows(name: str) -> None:
     rows = list(run.GROUPS[name](Settings(quick=True)))
     assert rows
     assert all(isinstance(row, Row) for row in rows)
+
+
+def test_a_table_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(f"above\n\n{page.BEGIN}\nold\n{page.END}\n\nbelow é\n", encoding="utf-8")
+    for table_ in ("| a |", "| b |\n| c |"):
+        page.place(path, table_)
+        whole = f"above\n\n{page.BEGIN}\n\n{table_}\n\n{page.END}\n\nbelow é\n"
+        assert path.read_text(encoding="utf-8") == whole
+    path.write_text(page.BEGIN, encoding="utf-8")
+    with pytest.raises(ValueError, match="has no place for the table"):
+        page.place(path, "| a |")
+    assert path.read_text(encoding="utf-8") == page.BEGIN
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["watch", "scan"])
+def test_the_pages_have_a_place_for_their_table(name: str) -> None:
+    text = (Path(page.__file__).parent.parent / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert text.count(page.BEGIN) == text.count(page.END) == 1
+
+
+def test_the_peak_of_memory_is_seen_and_forgotten() -> None:
+    """What is touched after the peak was forgotten counts, and what was let go before does not."""
+    size = 64 << 20
+    held = torch.ones(size, dtype=torch.uint8)
+    del held
+    resident.forget_peak()
+    before = resident.peak()
+    held = torch.ones(size, dtype=torch.uint8)
+    # The kernel counts pages of each thread late, by up to 64 of them.
+    assert abs(resident.peak() - before - held.numel()) < 1 << 21
