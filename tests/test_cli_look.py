@@ -305,3 +305,5 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     shown = capsys.readouterr().out
     assert not [name for name in COMMANDS if name not in shown]
+    assert "start with:  clearhead look hell\n" in shown
+    assert "exit codes:  0 ok, 1 a finding, 2 misuse" in shown

@@ -17,6 +17,10 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = ("look", "mask", "train", "generate", "scan", "heads", "audit", "info")
 OK, MISUSE = 0, 2
+EPILOG = """\
+start with:  clearhead look hell
+a command:   clearhead COMMAND --help
+exit codes:  0 ok, 1 a finding, 2 misuse (CLEARHEAD_TRACEBACK=1 shows where it arose)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +65,12 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     from clearhead import __version__
 
-    parser = _Parser(prog="clearhead", description="Attention that you can see through.")
+    parser = _Parser(
+        prog="clearhead",
+        description="Attention that you can see through.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
+    )
     parser.add_argument("--version", action="version", version=f"clearhead {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.9,
         help="the cosine from which heads are redundant (0.9)",
     )
-    parser.add_argument("--top", type=int, default=8, metavar="K", help="heads named a role (8)")
+    parser.add_argument(
+        "--top", type=int, default=8, metavar="K", help="how many heads are named for each role (8)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     examples(
         parser, "clearhead scan page.txt --out page.heads && clearhead heads page.heads",
