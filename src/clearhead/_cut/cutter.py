@@ -19,9 +19,9 @@ from clearhead._watch import hub, look
 from clearhead._watch.call import Call
 from clearhead._watch.intercept import Handler, Loop
 from clearhead._watch.modules import Modules
+from clearhead._watch.watcher import nothing_seen
 from clearhead.errors import value_error
 from clearhead.masks import Mask
-from clearhead.watching import _nothing
 
 __all__ = ["Cut", "Cutter", "Edges", "OtherBatch", "Place", "Weights", "cutting"]
 
@@ -231,7 +231,7 @@ class Cutter(Handler):
     def reached(self, name: str, cut: Cut) -> None:
         """Raise where no call was seen, or not the layers and heads that were chosen."""
         if not self.totals:
-            raise RuntimeError(_nothing(self.seen, self.notes).replace("watch:", f"{name}:", 1))
+            raise RuntimeError(nothing_seen(self.seen, self.notes).replace("watch:", f"{name}:", 1))
         cut.chosen.check(self.totals, self.modules)
 
     def unseen(self, module: str, reason: str) -> None:
