@@ -49,7 +49,7 @@ def test_implementations_do_not_know_each_other() -> None:
             assert not module.startswith(above)
 
 
-@pytest.mark.parametrize("name", ["masks", "readings", "errors", "_choice"])
+@pytest.mark.parametrize("name", ["masks", "readings", "_fold", "errors", "_choice"])
 def test_the_vocabulary_imports_only_torch(name: str) -> None:
     paths = [SOURCE / f"{name}.py"] if (SOURCE / f"{name}.py").exists() else []
     paths += sorted((SOURCE / name).glob("*.py"))
@@ -63,6 +63,7 @@ def test_the_vocabulary_imports_only_torch(name: str) -> None:
                     "clearhead.masks",
                     "clearhead._impl.problem",
                     "clearhead._choice",
+                    "clearhead._fold",
                 )
             ), f"{path.name} imports {module}"
 

@@ -26,15 +26,22 @@ A score of -inf is a blocked edge, whether the mask, a bias or an overflow made 
 # ruff: noqa: D102
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from clearhead._fold import (
+    Blocks,
+    MapReading,
+    PerQuery,
+    PerQueryReading,
+    Reading,
+    Strip,
+    SumReading,
+    place,
+)
 from clearhead.errors import type_error, value_error
 
 if TYPE_CHECKING:
@@ -60,201 +67,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
-class Strip:
-    """A piece of the weight map: some queries, some sources, as readings receive it.
-
-    `weights` are before dropout; `lse` is the log-sum-exp of the *whole* row (sinks included), also
-    where the piece holds only some of its sources, so that parts of a row add up.
-    """
-
-    scores: Tensor  # (*batch, head, rows, columns); -inf where blocked
-    weights: Tensor  # the same; 0 where blocked
-    lse: Tensor  # (*batch, head, rows)
-    queries: Tensor  # (rows,) int64, positions in 0..query-1, ascending
-    sources: Tensor  # (columns,) int64, positions in 0..source-1, ascending
-    query: int  # how many queries and sources the whole map has
-    source: int
-
-    @staticmethod
-    def of(
-        scores: Tensor,
-        *,
-        lse: Tensor | None = None,
-        queries: Sequence[int] | Tensor | None = None,
-        sources: Sequence[int] | Tensor | None = None,
-        query: int | None = None,
-        source: int | None = None,
-    ) -> Strip:
-        """Weigh a piece of the score map with the log-sum-exp of its whole rows.
-
-        >>> Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])).weights
-        tensor([[1.0000, 0.0000],
-                [0.5000, 0.5000]])
-
-        `queries` and `sources` are the positions of the piece's rows and columns, `query` and
-        `source` how many there are in the whole; without them the piece is the whole.
-        """
-        lse = torch.logsumexp(scores, -1) if lse is None else lse
-        rows, columns = scores.shape[-2:]
-        return Strip(
-            scores=scores,
-            weights=_weigh(scores, lse),
-            lse=lse,
-            queries=_positions("queries", queries, rows, scores),
-            sources=_positions("sources", sources, columns, scores),
-            query=rows if query is None else query,
-            source=columns if source is None else source,
-        )
-
-    @property
-    def allowed(self) -> Tensor:
-        """The edges that are not blocked: those with a score above -inf, or NaN."""
-        return self.scores != -torch.inf
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of the whole map, as masks are asked with them."""
-        # A mask's module must be able to import readings first, hence not at the top.
-        from clearhead._impl.problem import Sizes
-
-        *batch, head = self.weights.shape[:-2] or (1,)
-        return Sizes(self.query, self.source, functools.reduce(operator.mul, batch, 1), head)
-
-
-def _weigh(scores: Tensor, lse: Tensor) -> Tensor:
-    blocked = scores == -torch.inf
-    # The difference is finite before exp sees it, so that no gradient becomes 0 * inf.
-    return torch.where(blocked, 0, scores - lse.unsqueeze(-1)).exp().masked_fill(blocked, 0)
-
-
-def _positions(name: str, given: Sequence[int] | Tensor | None, size: int, like: Tensor) -> Tensor:
-    if given is None:
-        return torch.arange(size, device=like.device)
-    positions = torch.as_tensor(given, dtype=torch.int64, device=like.device)
-    if positions.shape != (size,):
-        raise value_error(
-            name,
-            "needs one position for each row (queries) and column (sources) of scores",
-            shapes={name: positions, "scores": like},
-        )
-    return positions
-
-
-class Reading:
-    """A fold over strips: `part` of each strip, `merge` of parts, `finish` to the value.
-
-    Parts of different rows stand side by side, parts of the same rows but other sources add up;
-    `merge` is associative and commutative, except for the order in which floats are added.
-    """
-
-    def check(self, sizes: Sizes) -> None:
-        """Raise ValueError where the reading cannot be taken from maps of these sizes."""
-
-    def part(self, strip: Strip) -> Any:
-        """Read one strip."""
-        raise NotImplementedError
-
-    def merge(self, left: Any, right: Any) -> Any:
-        """Put the parts of two strips together; the strips have no edge in common."""
-        raise NotImplementedError
-
-    def finish(self, part: Any) -> Any:
-        """Turn the part of the whole map into the value that is handed out."""
-        raise NotImplementedError
-
-    def fold(self, strips: Iterable[Strip]) -> Any:
-        """Read a whole map from its strips, in any order."""
-        return self.finish(functools.reduce(self.merge, map(self.part, strips)))
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({given})"
-
-
-class PerQuery(NamedTuple):
-    """Part of a reading with numbers per query: the positions, ascending, and the numbers."""
-
-    queries: Tensor  # (rows,)
-    values: tuple[Tensor, ...]  # each (..., rows) or (..., rows, k)
-
-
-class Blocks(NamedTuple):
-    """Part of a reading of the map itself: pieces (queries, sources, values), put in place last."""
-
-    pieces: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    query: int
-    source: int
-
-
-class _PerQueryReading(Reading):
-    """Numbers per query: rows stand side by side, the same row adds up by `_combine`."""
-
-    axis = -1
-    _empty: tuple[float, ...] = (0.0,)
-
-    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(a + b for a, b in zip(left, right, strict=True))
-
-    def merge(self, left: PerQuery, right: PerQuery) -> PerQuery:
-        if torch.equal(left.queries, right.queries):
-            return PerQuery(left.queries, self._combine(left.values, right.values))
-        queries = torch.cat([left.queries, right.queries]).unique()
-        if len(queries) == len(left.queries) + len(right.queries):
-            return self._beside(left, right)
-        return PerQuery(
-            queries, self._combine(self._spread(left, queries), self._spread(right, queries))
-        )
-
-    def _beside(self, left: PerQuery, right: PerQuery) -> PerQuery:
-        queries, order = torch.cat([left.queries, right.queries]).sort()
-        pairs = zip(left.values, right.values, strict=True)
-        values = (torch.cat(pair, self.axis).index_select(self.axis, order) for pair in pairs)
-        return PerQuery(queries, tuple(values))
-
-    def _spread(self, part: PerQuery, queries: Tensor) -> tuple[Tensor, ...]:
-        """The part's values at more queries; those it has not seen are empty."""
-        at = torch.searchsorted(queries, part.queries)
-        spread = []
-        for value, empty in zip(part.values, self._empty, strict=True):
-            shape = list(value.shape)
-            shape[self.axis] = len(queries)
-            spread.append(value.new_full(shape, empty).index_copy(self.axis, at, value))
-        return tuple(spread)
-
-    def finish(self, part: PerQuery) -> Any:
-        return part.values[0]
-
-
-class _SumReading(Reading):
-    """Tensors that have their final shape in every part, and add up."""
-
-    def merge(self, left: Tensor, right: Tensor) -> Tensor:
-        return left + right
-
-    def finish(self, part: Tensor) -> Tensor:
-        return part
-
-
-class _MapReading(Reading):
-    """The map itself: pieces are kept as they come and put in their places at the end."""
-
-    _blocked = 0.0
-
-    def merge(self, left: Blocks, right: Blocks) -> Blocks:
-        return Blocks(left.pieces + right.pieces, left.query, left.source)
-
-    def finish(self, part: Blocks) -> Tensor:
-        first = part.pieces[0][2]
-        if len(part.pieces) == 1 and first.shape[-2:] == (part.query, part.source):
-            return first
-        whole = first.new_full((*first.shape[:-2], part.query, part.source), self._blocked)
-        for queries, sources, piece in part.pieces:
-            whole[..., queries[:, None], sources] = piece
-        return whole
-
-
-class Weights(_MapReading):
+class Weights(MapReading):
     """The whole weight map, (*batch, head, query, source): softmax of the scores over the sources.
 
     >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
@@ -271,7 +84,7 @@ class Weights(_MapReading):
         return Blocks((piece,), strip.query, strip.source)
 
 
-class Scores(_MapReading):
+class Scores(MapReading):
     """The scores after scale, softcap and bias, (*batch, head, query, source); -inf where blocked.
 
     >>> Scores().fold([Strip.of(torch.tensor([[0.5, -torch.inf], [0.0, 2.0]]))])
@@ -288,7 +101,7 @@ class Scores(_MapReading):
         return Blocks((piece,), strip.query, strip.source)
 
 
-class Rows(_SumReading):
+class Rows(SumReading):
     """The weights of chosen queries, (*batch, head, chosen, source), in the order given.
 
     >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
@@ -328,7 +141,7 @@ class Rows(_SumReading):
         at = torch.searchsorted(strip.queries, wanted).clamp(max=len(strip.queries) - 1)
         seen = strip.queries[at] == wanted
         rows = torch.where(seen[:, None], strip.weights.index_select(-2, at), 0)
-        return _place(rows, strip.sources, strip.source)
+        return place(rows, strip.sources, strip.source)
 
 
 class TopKValue(NamedTuple):
@@ -338,7 +151,7 @@ class TopKValue(NamedTuple):
     sources: Tensor  # the same, int64
 
 
-class TopK(_PerQueryReading):
+class TopK(PerQueryReading):
     """The k largest weights of every query and their sources, as a named pair (weights, sources).
 
     >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
@@ -384,7 +197,7 @@ class TopK(_PerQueryReading):
         return TopKValue(*part.values)
 
 
-class LogSumExp(_PerQueryReading):
+class LogSumExp(PerQueryReading):
     """The log of the softmax's denominator, (*batch, head, query): lse = ln sum_j exp(score_j).
 
     >>> LogSumExp().fold([Strip.of(torch.tensor([[0.0, 0.0], [1.0, -torch.inf]]))])
@@ -403,7 +216,7 @@ class LogSumExp(_PerQueryReading):
         return (torch.maximum(left[0], right[0]),)
 
 
-class Entropy(_PerQueryReading):
+class Entropy(PerQueryReading):
     """How spread the weights of each query are, in nats, (*batch, head, query): -sum_j w_j ln w_j.
 
     >>> scores = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
@@ -444,7 +257,7 @@ class Entropy(_PerQueryReading):
         return f"Entropy(normalized={self.normalized})"
 
 
-class Received(_SumReading):
+class Received(SumReading):
     """The weight that each source receives from all queries, (*batch, head, source): sum_i w_ij.
 
     >>> Received().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
@@ -456,10 +269,10 @@ class Received(_SumReading):
     """
 
     def part(self, strip: Strip) -> Tensor:
-        return _place(strip.weights.sum(-2), strip.sources, strip.source)
+        return place(strip.weights.sum(-2), strip.sources, strip.source)
 
 
-class Mass(_PerQueryReading):
+class Mass(PerQueryReading):
     """The weight each query puts on a set of edges, (*batch, head, query): sum_{j in edges} w_ij.
 
     >>> from clearhead import masks
@@ -490,7 +303,7 @@ class Mass(_PerQueryReading):
         return PerQuery(strip.queries, (torch.where(edges, strip.weights, 0).sum(-1),))
 
 
-class Distance(_PerQueryReading):
+class Distance(PerQueryReading):
     """How far each query looks, in positions, (*batch, head, query): sum_j w_ij |i - j|.
 
     >>> Distance().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
@@ -536,8 +349,8 @@ class BlockMap(Reading):
 
     def reduce(self, strip: Strip, weights: Tensor, how: Callable[..., Tensor]) -> Tensor:
         """Sum or largest of the weights in each tile; what the strip does not hold counts as 0."""
-        across = by_cell(_place(weights, strip.sources, strip.source), self.cells, how)
-        down = _place(across.mT, strip.queries, strip.query)
+        across = by_cell(place(weights, strip.sources, strip.source), self.cells, how)
+        down = place(across.mT, strip.queries, strip.query)
         return by_cell(down, self.cells, how).mT
 
     def edges(self, strip: Strip) -> Tensor:
@@ -555,7 +368,7 @@ class BlockMap(Reading):
         return BlockMapValue(*part)
 
 
-class Overlap(_SumReading):
+class Overlap(SumReading):
     """How alike two heads look: the cosine between their weight maps, (*batch, head, head).
 
     >>> scores = torch.tensor([[[0.0, -torch.inf]], [[-torch.inf, 0.0]], [[0.0, 0.0]]])
@@ -591,13 +404,6 @@ def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
     if cells > longer:
         parts.append(how(x[..., cut:].unflatten(-1, (cells - longer, width)), -1))
     return torch.cat(parts, -1) if parts else x
-
-
-def _place(values: Tensor, sources: Tensor, source: int) -> Tensor:
-    """Values at some sources as values at all sources, 0 elsewhere."""
-    if sources.shape[0] == source:
-        return values
-    return values.new_zeros(*values.shape[:-1], source).index_add(-1, sources, values)
 
 
 def _whole(name: str, value: int) -> int:
