@@ -19,14 +19,14 @@ struct Share {
   const Backward& work;
   const Forward& call;
   int64_t slot, batch = 0, source_head = 0, key_width, value_width, size;
-  float *dk, *dv, *rows;
-  bool finite_keys = true;
+  float *own_dk, *own_dv, *dk, *dv, *rows;
+  bool finite_keys = true, direct = false;
 
   Share(const Backward& work, int64_t slot, Arena& arena) : work(work), call(work.forward), slot(slot) {
     const int64_t tiles = (call.source + kTile - 1) / kTile;
     key_width = padded(call.head_dim), value_width = padded(call.value_dim);
     size = (tiles + work.slots - 1) / work.slots * kTile;
-    dk = arena.take<float>(size * key_width), dv = arena.take<float>(size * value_width);
+    own_dk = arena.take<float>(size * key_width), own_dv = arena.take<float>(size * value_width);
     rows = arena.take<float>(kTile * call.head_dim);
   }
 
@@ -38,8 +38,17 @@ struct Share {
     for (int64_t from = slot * kTile; from < call.source; from += kTile * work.slots) handle(from, min(kTile, call.source - from));
   }
 
+  // Rows in fp32 that fill whole vectors and lie side by side are added up where they go.
+  bool lies_flat(const View& to, int64_t width) const {
+    return work.slots == 1 && work.type == Type::f32 && width % N == 0 && to.position == width;
+  }
+
   void start() {
-    std::memset(dk, 0, sizeof(float) * size * key_width), std::memset(dv, 0, sizeof(float) * size * value_width);
+    direct = lies_flat(work.dk, call.head_dim) && lies_flat(work.dv, call.value_dim);
+    dk = direct ? (float*)at(work.dk, work.type, batch, source_head, 0) : own_dk;
+    dv = direct ? (float*)at(work.dv, work.type, batch, source_head, 0) : own_dv;
+    const int64_t rows_all = direct ? call.source : size;
+    std::memset(dk, 0, sizeof(float) * rows_all * key_width), std::memset(dv, 0, sizeof(float) * rows_all * value_width);
     finite_keys = true;
     if (!call.mask.start && !call.mask.bytes && !call.bias.data) return;  // nothing is blocked
     each_tile([&](int64_t from, int64_t n) {
@@ -49,6 +58,7 @@ struct Share {
   }
 
   void finish() {
+    if (direct) return;
     each_tile([&](int64_t from, int64_t n) {
       const float *k = dk + place(from) * key_width, *v = dv + place(from) * value_width;
       for (int64_t s = 0; s < n; ++s) {
@@ -77,6 +87,9 @@ struct Gradient {
   bool plain, pairs, odd, more, close;
   Ranges ranges;
   uint64_t bits[kTile];
+  Part parts[kTile / kGroup];
+  int part_count;
+  int64_t expected;  // rows asked for ahead
 
   Gradient(Share& share, Arena arena) : share(share), work(share.work), call(work.forward), changes(work, arena) {
     plain = is_plain(call), pairs = work.packed_k != nullptr;
@@ -176,8 +189,21 @@ struct Gradient {
     return block_by_bias<W>(bias_tile, n, kind, bits);
   }
 
+  template <bool masked>
+  void weigh(float* x, float* g, int64_t s, int64_t n, bool in_pairs) const {
+    if (in_pairs) differentiate_pairs<masked>(x, g, s, n);
+    else differentiate<masked>(x, g, n, bits + s);
+  }
+
+  // `x` where a lane may read the source: what others hold may be anything.
+  template <bool masked>
+  static f only(uint64_t allowed, int j, f x) {
+    return masked ? Vec::select(allowed >> (j * N), x, Vec::zero()) : x;
+  }
+
   // Scores -> weights, gradients of weights -> those of q.k; delta has the scale
-  void differentiate(float* x, float* g, int64_t n) const {
+  template <bool masked>
+  void differentiate(float* x, float* g, int64_t n, const uint64_t* allowed) const {
     const f scale = Vec::set1(call.scale), in = scale_in();
     for (int64_t s = 0; s < n; ++s)
       CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) {
@@ -185,7 +211,8 @@ struct Gradient {
         const f below = Vec::fms(Vec::load(score), in, Vec::load(row_max + j * N));
         const f weight = Vec::mul(exp_of(below), Vec::load(row_scale + j * N));
         const f change = Vec::fms(Vec::load(grad), scale, Vec::load(delta + j * N));
-        Vec::store(score, weight), Vec::store(grad, Vec::mul(weight, change));
+        Vec::store(score, only<masked>(allowed[s], j, weight));
+        Vec::store(grad, only<masked>(allowed[s], j, Vec::mul(weight, change)));
       }
   }
 
@@ -217,17 +244,38 @@ struct Gradient {
     return float_rows(view, call.type, share.batch, share.source_head, from, n, width, convert);
   }
 
-  // result[s][lane] of sources from + s .. from + s + n
-  void dot(const View& view, const Rows& rows, int64_t from, int64_t s, int64_t n, int64_t width, const float* packed,
-           const uint32_t* packed_pairs, float* result) const {
-#ifdef CLEARHEAD_DOTS
-    if (pairs) {
-      const auto* short_rows = (const uint16_t*)at(view, call.type, share.batch, share.source_head, from + s);
-      return dot_tile<Pair, W>(short_rows, view.position, n, packed_pairs, width / 2, result);
+  // Finds the parts of a tile that some query may read, from `bits`, unless it is worked on as a whole.
+  void cut(int64_t n, bool whole) {
+    part_count = 0;
+    if (whole) parts[part_count++] = {0, n, 0, W};
+    for (int64_t s = 0; s < n && !whole; s += kGroup) {
+      const int64_t stop = min(n, s + kGroup);
+      uint64_t some = 0;
+      for (int64_t i = s; i < stop; ++i) some |= bits[i];
+      int begin = W, end = 0;
+      for (int j = 0; j < W; ++j)
+        if (some >> (j * N) & lane_mask(N)) begin = begin < j ? begin : j, end = j + 1;
+      Part* last = part_count ? parts + part_count - 1 : nullptr;
+      if (last && last->last == s && last->begin == begin && last->end == end) last->last = stop;
+      else if (begin < end) parts[part_count++] = {s, stop, begin, end};
     }
+  }
+
+  // result[s][lane] of sources from + s .. from + s + n and the vectors of a part
+  void dot(const View& view, const Rows& rows, int64_t from, int64_t s, int64_t n, const Part& part, int64_t width,
+           const float* packed, const uint32_t* packed_pairs, float* result) const {
+    const int64_t lane = part.begin * N;
+    with_vectors<W>(part.end - part.begin, [&](auto vectors) {
+      constexpr int V = decltype(vectors)::value;
+#ifdef CLEARHEAD_DOTS
+      if (pairs) {
+        const auto* short_rows = (const uint16_t*)at(view, call.type, share.batch, share.source_head, from + s);
+        return dot_part<Pair, V>(short_rows, view.position, n, packed_pairs + lane, lanes, width / 2, result + lane);
+      }
 #endif
-    (void)view, (void)from, (void)packed_pairs;
-    dot_tile<Single, W>(rows.data + s * rows.stride, rows.stride, n, packed, width, result);
+      (void)view, (void)from, (void)packed_pairs;
+      dot_part<Single, V>(rows.data + s * rows.stride, rows.stride, n, packed + lane, lanes, width, result + lane);
+    });
   }
 
   void tile(int64_t from, int64_t n, Tile kind) {
@@ -235,18 +283,19 @@ struct Gradient {
     const bool in_pairs = pairs && close && !(more || odd || selected);
     const Rows k = rows_of(call.k, from, n, call.head_dim, convert_k);
     const Rows v = rows_of(call.v, from, n, call.value_dim, convert_v);
-    for (int64_t s = 0; s < n; s += kGroup) {
-      const int64_t m = min(kGroup, n - s), offset = s * lanes;
+    // What no part holds is blocked and never looked at; other lanes of its groups are set to 0.
+    cut(n, !masked || more || odd || selected);
+    each_group([&](const Part& part, int64_t s, int64_t m) {
+      const int64_t offset = s * lanes;
       float *x = in_pairs ? scores : scores + offset, *g = in_pairs ? grads : grads + offset;
-      dot(call.k, k, from, s, m, call.head_dim, packed_q, pairs_q.by_feature, x);
-      dot(call.v, v, from, s, m, call.value_dim, packed_grad, pairs_grad.by_feature, g);
-      if (!plain || masked)
+      dot(call.k, k, from, s, m, part, call.head_dim, packed_q, pairs_q.by_feature, x);
+      dot(call.v, v, from, s, m, part, call.value_dim, packed_grad, pairs_grad.by_feature, g);
+      if (!plain || more)
         edit<W>(call, x, m, bias_tile + (call.bias.data ? offset : 0), masked ? bits + s : nullptr, call.softcap != 0 ? slope + offset : nullptr);
-      if (more) continue;
-      if (masked) clear_blocked(g, m, bits + s);
-      if (in_pairs) differentiate_pairs(x, g, s, m);
-      else differentiate(x, g, m);
-    }
+      if (more) return;
+      if (masked) weigh<true>(x, g, s, m, in_pairs);
+      else weigh<false>(x, g, s, m, in_pairs);
+    });
     if (more) {
       changes.add(from, n, grads);
       if (work.readings.scores) changes.load_scores(from, n);
@@ -257,38 +306,67 @@ struct Gradient {
       if (work.dbias.data) add_bias(from, n);
     }
     if (pairs && !in_pairs) round_tile(n);
-    add_to_dq(from, n, selected);
+    if (pairs && !selected) add_to_dq_in_pairs(from);
+    else add_to_dq(from, n, selected);
     const int64_t place = share.place(from);
-    add_to_sources(scores, short_weights, rows_grad, pairs_grad.by_query, n, share.value_width, share.dv + place * share.value_width);
-    add_to_sources(grads, short_grads, rows_q, pairs_q.by_query, n, share.key_width, share.dk + place * share.key_width);
+    for (int p = 0; p < part_count; ++p) {
+      const int64_t row = place + parts[p].first;
+      add_to_sources(parts[p], scores, short_weights, rows_grad, pairs_grad.by_query, share.value_width, share.dv + row * share.value_width);
+      add_to_sources(parts[p], grads, short_grads, rows_q, pairs_q.by_query, share.key_width, share.dk + row * share.key_width);
+    }
+  }
+
+  // Handles some sources of a part at a time.
+  template <class Do>
+  void each_group(Do handle) const {
+    for (int p = 0; p < part_count; ++p)
+      for (int64_t s = parts[p].first; s < parts[p].last; s += kGroup) handle(parts[p], s, min(kGroup, parts[p].last - s));
+  }
+
+  template <class E>
+  void mix(const Part& part, const typename E::scalar* k, int64_t stride, int64_t n, const typename E::packed* weights) {
+    const int64_t lane = part.begin * N;
+    with_vectors<W>(part.end - part.begin, [&](auto vectors) {
+      mix_part<E, decltype(vectors)::value>(k, stride, n, weights + lane, lanes, ones + lane, call.head_dim, dq + lane);
+    });
   }
 
   void add_to_dq(int64_t from, int64_t n, bool selected) {
-#ifdef CLEARHEAD_DOTS
-    if (pairs && !selected) {
-      const int64_t row = (share.batch * call.source_head + share.source_head) * ((call.source + 1) / 2) + from / 2;
-      const auto* k = (const uint16_t*)(work.packed_k + row * call.head_dim);
-      return mix_tile<Pair, W>(k, 2 * call.head_dim, (n + 1) / 2, grad_pairs, ones, call.head_dim, dq);
-    }
-#endif
     const Rows k = float_rows(call.k, call.type, share.batch, share.source_head, from, n, call.head_dim, convert_k);
-    if (selected) mix_selected<W>(k.data, k.stride, n, grads, bits, ones, call.head_dim, dq);
-    else mix_tile<Single, W>(k.data, k.stride, n, grads, ones, call.head_dim, dq);
+    if (selected) return mix_selected<W>(k.data, k.stride, n, grads, bits, ones, call.head_dim, dq);
+    for (int p = 0; p < part_count; ++p) {
+      const int64_t s = parts[p].first;
+      mix<Single>(parts[p], k.data + s * k.stride, k.stride, parts[p].last - s, grads + s * lanes);
+    }
   }
 
-  void add_to_sources(const float* weights, const uint16_t* short_form, const Padded& rows, const uint32_t* row_pairs,
-                      int64_t n, int64_t width, float* to) {
+  void add_to_sources(const Part& part, const float* weights, const uint16_t* short_form, const Padded& rows,
+                      const uint32_t* row_pairs, int64_t width, float* to) {
+    const int64_t n = part.last - part.first, lane = part.begin * N, queries = min(part.end * N, count) - lane;
+    weights += part.first * lanes + lane;
     if (odd) return outer_selected(weights, lanes, n, rows.data, rows.stride, count, width, to);
 #ifdef CLEARHEAD_DOTS
-    if (pairs) return outer_tile<Pair>(short_form, lanes, n, row_pairs, width, (count + 1) / 2, width, to);
+    if (pairs)
+      return outer_tile<Pair>(short_form + part.first * lanes + lane, lanes, n, row_pairs + lane / 2 * width, width,
+                              (queries + 1) / 2, width, to);
 #endif
     (void)short_form, (void)row_pairs;
-    outer_tile<Single>(weights, lanes, n, rows.data, rows.stride, count, width, to);
+    outer_tile<Single>(weights, lanes, n, rows.data + lane * rows.stride, rows.stride, queries, width, to);
   }
 
 #ifdef CLEARHEAD_DOTS
+  void add_to_dq_in_pairs(int64_t from) {
+    const int64_t row = (share.batch * call.source_head + share.source_head) * ((call.source + 1) / 2) + from / 2;
+    const auto* k = (const uint16_t*)(work.packed_k + row * call.head_dim);
+    for (int p = 0; p < part_count; ++p) {
+      const int64_t s = parts[p].first;
+      mix<Pair>(parts[p], k + s * call.head_dim, 2 * call.head_dim, (parts[p].last - s + 1) / 2, grad_pairs + s / 2 * lanes);
+    }
+  }
+
   // As `differentiate`, straight to bf16: by query, and the gradients also as pairs of sources. Where
   // no score is large the base of the exponential is changed in the scale.
+  template <bool masked>
   void differentiate_pairs(const float* x, const float* g, int64_t s, int64_t n) const {
     const f scale = Vec::set1(call.scale), in = Vec::mul(scale_in(), Vec::set1(kLog2e));
     for (int64_t i = 0; i < n; i += 2)
@@ -300,6 +378,7 @@ struct Gradient {
           const f below = Vec::fms(Vec::load(x + at), in, Vec::load(shift + j * N));
           weight[k] = Vec::mul(Vec::exp2(below), Vec::load(row_scale + j * N));
           grad[k] = Vec::mul(weight[k], Vec::fms(Vec::load(g + at), scale, Vec::load(delta + j * N)));
+          weight[k] = only<masked>(bits[s + i + k], j, weight[k]), grad[k] = only<masked>(bits[s + i + k], j, grad[k]);
         }
         const int64_t low = (s + i) * lanes + j * N, high = low + lanes;
         Vec::store_bf16_rows(short_weights + low, short_weights + high, weight[0], weight[1]);
@@ -321,6 +400,8 @@ struct Gradient {
       }
   }
 #else
+  void add_to_dq_in_pairs(int64_t) {}
+  template <bool masked>
   void differentiate_pairs(const float*, const float*, int64_t, int64_t) const {}
   void round_tile(int64_t) {}
 #endif
@@ -372,8 +453,25 @@ struct Gradient {
   void run() {
     ranges = ranges_of(call.mask, share.batch, head, first, count, lanes, call.source);
     load_block();
-    each_tile(share.slot, work.slots, [&](int64_t from, int64_t n, Tile kind) { tile(from, n, kind); });
+    expected = 0;
+    const int64_t late = ranges.last - 4 * kTile * work.slots;
+    each_tile(share.slot, work.slots, [&](int64_t from, int64_t n, Tile kind) {
+      if (from >= late) expect(lanes / 3);
+      tile(from, n, kind);
+    });
     write_dq();
+  }
+
+  // Asks for some rows that this block will write and the next one read, so that none is waited for.
+  void expect(int64_t rows) {
+    for (const int64_t stop = min(lanes, expected + rows); expected < stop; ++expected) {
+      const int64_t here = first + expected, next = here + count;
+      if (expected < count && !work.dq_slots) expect_row<1>(work.dq, work.type, share.batch, head, here, call.head_dim);
+      if (next >= call.query) continue;
+      expect_row<0>(call.q, call.type, share.batch, head, next, call.head_dim);
+      expect_row<0>(call.out, call.type, share.batch, head, next, call.value_dim);
+      expect_row<0>(work.grad_out, call.type, share.batch, head, next, call.value_dim);
+    }
   }
 
   // What the gradient of each weight is worth to its row: sum_j weight_j * gradient_j, of readings that
@@ -389,7 +487,7 @@ struct Gradient {
 
   void add_row_terms_of(int64_t from, int64_t n, bool masked) {
     const Rows k = rows_of(call.k, from, n, call.head_dim, convert_k);
-    dot(call.k, k, from, 0, n, call.head_dim, packed_q, pairs_q.by_feature, scores);
+    dot(call.k, k, from, 0, n, {0, n, 0, W}, call.head_dim, packed_q, pairs_q.by_feature, scores);
     if (!plain || masked) edit<W>(call, scores, n, bias_tile, masked ? bits : nullptr, nullptr);
     std::memset(grads, 0, sizeof(float) * n * lanes);
     changes.add_sums(from, n, grads);
