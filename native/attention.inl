@@ -4,6 +4,7 @@
 //
 // The including file defines CLEARHEAD_ISA and, in that namespace, the vector verbs `Vec`.
 #include "common.inl"
+#include "dropout.inl"
 #include "micro.inl"
 #include "load.inl"
 #include "masks.inl"

@@ -84,6 +84,8 @@ struct Gradient {
   uint32_t* grad_pairs;
   uint16_t *short_weights, *short_grads;
   Changes<W> changes;
+  Kept kept;
+  uint64_t kept_bits[kTile];
   bool plain, pairs, odd, more, close;
   Ranges ranges;
   uint64_t bits[kTile];
@@ -91,9 +93,10 @@ struct Gradient {
   int part_count;
   int64_t expected;  // rows asked for ahead
 
-  Gradient(Share& share, Arena arena) : share(share), work(share.work), call(work.forward), changes(work, arena) {
+  Gradient(Share& share, Arena arena) : share(share), work(share.work), call(work.forward), changes(work, arena),
+        kept(call.dropout, lanes, arena) {
     plain = is_plain(call), pairs = work.packed_k != nullptr;
-    more = call.softcap != 0 || work.dbias.data || changes.any();
+    more = call.softcap != 0 || work.dbias.data || changes.any() || kept.some_dropped();
     packed_q = arena.take<float>(call.head_dim * lanes), packed_grad = arena.take<float>(call.value_dim * lanes);
     rows_q.own = arena.take<float>(share.key_width * lanes), rows_grad.own = arena.take<float>(share.value_width * lanes);
     scores = arena.take<float>(kTile * lanes), grads = arena.take<float>(kTile * lanes);
@@ -154,6 +157,7 @@ struct Gradient {
 
   void load_block() {
     load_softmax();
+    kept.start(row(0), call.source, lanes);
     const bool finite_q = load_queries();
     odd = !load_rows(work.grad_out, call.value_dim, rows_grad, packed_grad, pairs_grad) || !finite_q;
     if (pairs && odd) {
@@ -239,6 +243,23 @@ struct Gradient {
       Vec::store(g + i * N, Vec::select(allowed[i / W] >> (i % W * N), Vec::load(g + i * N), Vec::zero()));
   }
 
+  // The context has the weights that are kept, times a scale: so have the gradients.
+  void drop(float* tile, int64_t n) const {
+    const f scale = Vec::set1(kept.scale());
+    for (int64_t i = 0; i < n * W; ++i) {
+      const f x = Vec::mul(Vec::load(tile + i * N), scale);
+      Vec::store(tile + i * N, Vec::select(kept_bits[i / W] >> (i % W * N), x, Vec::zero()));
+    }
+  }
+
+  void drop_grads(int64_t from, int64_t n) {
+    for (int64_t s = 0; s < n; ++s) {
+      kept_bits[s] = 0;
+      for (int j = 0; j < W; ++j) kept_bits[s] |= kept.bits(j * N, from + s) << (j * N);
+    }
+    drop(grads, n);
+  }
+
   Rows rows_of(const View& view, int64_t from, int64_t n, int64_t width, float* convert) const {
     if (pairs) return {nullptr, 0};
     return float_rows(view, call.type, share.batch, share.source_head, from, n, width, convert);
@@ -297,6 +318,7 @@ struct Gradient {
       else weigh<false>(x, g, s, m, in_pairs);
     });
     if (more) {
+      if (kept.some_dropped()) drop_grads(from, n);
       changes.add(from, n, grads);
       if (work.readings.scores) changes.load_scores(from, n);
       if (masked) clear_blocked(grads, n, bits);
@@ -304,6 +326,7 @@ struct Gradient {
       if (masked && call.softcap != 0) clear_blocked(slope, n, bits);
       differentiate_more(n);
       if (work.dbias.data) add_bias(from, n);
+      if (kept.some_dropped()) drop(scores, n);
     }
     if (pairs && !in_pairs) round_tile(n);
     if (pairs && !selected) add_to_dq_in_pairs(from);

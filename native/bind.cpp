@@ -112,6 +112,11 @@ struct Call {
     check_reach({work.batch, work.head, work.query, work.source}, stride);
     work.bias = {address<float>(place), stride[0], stride[1], stride[2], stride[3]};
   }
+  void set_dropout(uint64_t seed, uint64_t least, float scale) {
+    require(least <= (uint64_t)1 << 53, "the hash of a weight has 53 bits");
+    times(times(times(work.batch, work.head), work.query_total), work.source);
+    work.dropout = {seed, least, scale};
+  }
   void set_softcap(float cap) { work.softcap = cap; }
   void set_sinks(uintptr_t place) { work.sinks = address<float>(place); }
   void set_lse(uintptr_t place) { work.lse = address<float>(place); }
@@ -287,6 +292,7 @@ NB_MODULE(_native, m) {
       .def("set_ranges", &Call::set_ranges)
       .def("set_edges", &Call::set_edges)
       .def("set_bias", &Call::set_bias)
+      .def("set_dropout", &Call::set_dropout)
       .def("set_softcap", &Call::set_softcap)
       .def("set_sinks", &Call::set_sinks)
       .def("set_lse", &Call::set_lse)

@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kFewQueries = 4, kManySources = 128, kLongTile = 512;
 
 bool is_few(const Forward& call) { 
-  return call.query_total <= kFewQueries && call.source >= kManySources && call.mask.ranges <= 1;
+  return call.query_total <= kFewQueries && call.source >= kManySources && call.mask.ranges <= 1 && !call.dropout.least;
 }
 
 // Chunks of sources a source head: enough items for many threads, whatever their number is.

@@ -39,6 +39,8 @@ struct Block {
   int64_t* tile_first;
   int64_t* tile_count;
   uint64_t bits[kTile];
+  Kept kept;
+  float* kept_weights;
   static constexpr int64_t kGroup = 4;  // sources that are worked on or left out together
   uint32_t whole[kTile / kGroup];       // vectors of which every lane may read the whole group
   Part parts[kTile / kGroup];
@@ -46,7 +48,7 @@ struct Block {
   bool out_of_range = false, some_blocked = false, careful = false;
   int64_t tiles = 0, top_rows;
 
-  Block(const Forward& call, Arena& arena) : call(call) {
+  Block(const Forward& call, Arena& arena) : call(call), kept(call.dropout, lanes, arena) {
     pairs = uses_pairs(call), strip = keeps_strip(call), plain = is_plain(call);
     base_two = plain && Vec::fused;
     unit = plain ? (float)(std::fabs(call.scale) * (base_two ? kLog2eWide : 1)) : 1.f;
@@ -61,6 +63,7 @@ struct Block {
     packed_pairs = arena.take<uint32_t>(pairs ? call.head_dim / 2 * lanes : 0);
     weight_pairs = arena.take<uint32_t>(pairs ? kTile / 2 * lanes : 0);
     bias_tile = arena.take<float>(call.bias.data ? kTile * lanes : 0);
+    kept_weights = arena.take<float>(kept.some_dropped() ? kTile * lanes : 0);
     tile_max = arena.take<float>(strip ? tile_limit * lanes : 0);
     tile_first = arena.take<int64_t>(strip ? tile_limit : 0), tile_count = arena.take<int64_t>(strip ? tile_limit : 0);
     top_rows = call.top ? max(call.top, kShortTop) : 0;
@@ -76,6 +79,7 @@ struct Block {
     pack_floats(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed);
     expected = 0;
     if (pairs) pack_query_pairs();
+    kept.start(row(0), call.source, lanes);
     float sink = -FLT_MAX, weight = 0;
     if (call.sinks && call.sinks[head] != -INFINITY) {
       sink = (float)fmin(fmax(call.sinks[head] / natural, -FLT_MAX), FLT_MAX);
@@ -303,13 +307,24 @@ struct Block {
     const bool rest = kind == Tile::partial && (strip || call.top);
     if (rest) fill_rest(here, n, -INFINITY);
     if (call.entropy) soften<true>(here, n); else soften<false>(here, n);
-    mix(here, from, n, kind);
+    mix(kept.some_dropped() ? drop(here, from) : here, from, n, kind);
     if (rest) fill_rest(here, n, 0);
     if (strip) {
       std::memcpy(tile_max + tiles * lanes, row_max, sizeof(float) * lanes);
       tile_first[tiles] = from, tile_count[tiles] = n;
       ++tiles;
     }
+  }
+
+  // What is read are the weights before dropout; what is mixed are these, which the scale is still to come to.
+  const float* drop(const float* weights, int64_t from) {
+    for (int p = 0; p < part_count; ++p)
+      for (int64_t s = parts[p].first; s < parts[p].last; ++s)
+        for (int j = parts[p].begin; j < parts[p].end; ++j) {
+          const int64_t place = (s * W + j) * N;
+          Vec::store(kept_weights + place, Vec::select(kept.bits(j * N, from + s), Vec::load(weights + place), Vec::zero()));
+        }
+    return kept_weights;
   }
 
   void dot(float* here, int64_t from, int64_t n) {
@@ -427,7 +442,7 @@ struct Block {
 
   void write_context() {
     for (int64_t i = 0; i < call.value_dim * W; ++i) {
-      const f scale = Vec::load(rescale + i % W * N);
+      const f scale = Vec::mul(Vec::load(rescale + i % W * N), Vec::set1(kept.scale()));
       Vec::store(out + i * N, Vec::mul(Vec::load(out + i * N), scale));
     }
     const bool direct = call.type == Type::f32;

@@ -37,6 +37,12 @@ struct Bias {
   int64_t batch, head, query, source;
 };
 
+// A weight is kept where the upper 53 bits of its hash are at least `least`; 0 for no dropout.
+struct Dropout {
+  uint64_t seed, least;
+  float scale;  // of the weights that are kept
+};
+
 // One forward call. Results that are null are not computed. Results per query are contiguous
 // (batch, head, query_total) arrays, of which this call fills `query` entries from `first_query`.
 struct Forward {
@@ -48,6 +54,7 @@ struct Forward {
   const float* sinks;    // (head,) or null
   Edges mask;
   Bias bias;
+  Dropout dropout;  // between the weights that are read and the context
 
   float* lse;
   float* row_max;    // what the backward needs to have the same weights: the largest score of each

@@ -54,6 +54,20 @@ struct Vec {
     return load(sums);
   }
 
+  // Which of 8 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
+  static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
+    uint64_t bits = 0;
+    for (int half = 0; half < 2; ++half) {
+      i x = _mm256_add_epi64(_mm256_loadu_si256((const i*)(state + 4 * half)), _mm256_set1_epi64x((int64_t)step));
+      x = times(_mm256_xor_si256(x, _mm256_srli_epi64(x, 30)), 0xbf58476d1ce4e5b9u);
+      x = times(_mm256_xor_si256(x, _mm256_srli_epi64(x, 27)), 0x94d049bb133111ebu);
+      x = _mm256_srli_epi64(_mm256_xor_si256(x, _mm256_srli_epi64(x, 31)), 11);
+      const i below = _mm256_cmpgt_epi64(_mm256_set1_epi64x((int64_t)least), x);
+      bits |= (uint64_t)(~_mm256_movemask_pd(_mm256_castsi256_pd(below)) & 15) << (4 * half);
+    }
+    return bits;
+  }
+
   static f same_bits(int32_t x) { return _mm256_castsi256_ps(_mm256_set1_epi32(x)); }
   static i load_int(const int32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
   static i set1_int(int32_t x) { return _mm256_set1_epi32(x); }
@@ -109,6 +123,13 @@ struct Vec {
   }
 
   static constexpr bool has_dots = false;
+
+ private:
+  static i times(i a, uint64_t factor) {  // the lower 64 bits
+    const i low = _mm256_set1_epi64x((int64_t)factor), high = _mm256_set1_epi64x((int64_t)(factor >> 32));
+    const i cross = _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), low), _mm256_mul_epu32(a, high));
+    return _mm256_add_epi64(_mm256_mul_epu32(a, low), _mm256_slli_epi64(cross, 32));
+  }
 };
 
 }  // namespace

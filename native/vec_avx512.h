@@ -51,6 +51,19 @@ struct Vec {
     return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
+  // Which of 16 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
+  static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
+    uint64_t bits = 0;
+    for (int half = 0; half < 2; ++half) {
+      i x = _mm512_add_epi64(_mm512_loadu_si512(state + 8 * half), _mm512_set1_epi64((int64_t)step));
+      x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 30)), _mm512_set1_epi64((int64_t)0xbf58476d1ce4e5b9u));
+      x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 27)), _mm512_set1_epi64((int64_t)0x94d049bb133111ebu));
+      x = _mm512_srli_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 31)), 11);
+      bits |= (uint64_t)_mm512_cmpge_epu64_mask(x, _mm512_set1_epi64((int64_t)least)) << (8 * half);
+    }
+    return bits;
+  }
+
   static f same_bits(int32_t x) { return _mm512_castsi512_ps(_mm512_set1_epi32(x)); }
   static i load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
   static i set1_int(int32_t x) { return _mm512_set1_epi32(x); }

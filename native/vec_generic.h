@@ -56,6 +56,18 @@ struct Vec {
     return load(sums);
   }
 
+  // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
+  static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
+    uint64_t bits = 0;
+    for (int lane = 0; lane < lanes; ++lane) {
+      uint64_t x = state[lane] + step;
+      x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+      x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+      bits |= (uint64_t)((x ^ x >> 31) >> 11 >= least) << lane;
+    }
+    return bits;
+  }
+
   static f same_bits(int32_t x) { return (f)i{x, x, x, x}; }
   static i load_int(const int32_t* p) {
     i x;

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import clearhead as ch
 from clearhead import masks, readings
 from tests import fuzz_native
 from tests.fuzz_native import Drawn, draw
@@ -139,7 +138,7 @@ def check(seed: int) -> None:
     given = {name: own[name] for name in NAMES if own.get(name) is not None}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
     options = {name: x for name, x in drawn.more.items() if name not in NAMES}
-    context, values = ch.attend(**leaves, mask=drawn.mask, read=read, impl="native", **options)
+    context, values = drawn.attend(read, **leaves, **options)
     outputs = [context, *map(_shown, values)]
     size = 1e-3 if drawn.value.abs().nan_to_num(0, 0, 0).max() > 1e30 else 1.0
     pulls = [
@@ -164,7 +163,7 @@ def right(
     """Each gradient in float64, and how far fp32 arithmetic may be from it."""
     wide = {name: x.double().requires_grad_() for name, x in given.items()}
     s, q, k, v = softmax(drawn, wide)
-    outputs = [s.weights @ v, *readings_of(read, s, drawn, values)]
+    outputs = [(s.weights * drawn.factors()) @ v, *readings_of(read, s, drawn, values)]
     pulls = [x.double() for x in pulls]
     found = torch.autograd.grad(
         outputs, [*wide.values()], pulls, retain_graph=True, allow_unused=True
@@ -186,17 +185,20 @@ def _slacks(
     relative error, and the sum by what the context was rounded to.
     """
     q, k, v = (x.detach().abs() for x in inputs)
-    w, pull = s.weights.detach(), pulls[0].abs()
+    w, pull, factors = s.weights.detach(), pulls[0].abs(), drawn.factors()
     problem = fuzz_native.right(drawn)
     eps, own = 2.0**-23, torch.finfo(drawn.query.dtype).eps
     rough = 0.0 if drawn.query.dtype == torch.float32 else own
     off = (problem.weight_error - 1e-38) / w.clamp(min=1e-40)
     relative = torch.where(w > 1e-40, off, 0).amax(-1, keepdim=True) + rough
-    terms = pull @ v.mT + _weigh_on(read, s, drawn, outputs, pulls)
+    terms = pull @ v.mT * factors + _weigh_on(read, s, drawn, outputs, pulls)
     x_error = eps * (8 + 2 * v.shape[-1] ** 0.5 + w.shape[-1] ** 0.5) * terms + 2 * rough * terms
     summed = (w * terms).sum(-1, keepdim=True)
     row_error = (w * (x_error + relative * terms)).sum(-1, keepdim=True)
-    row_error = row_error + (pull * own * outputs[0].detach().abs()).sum(-1, keepdim=True)
+    # Half precision has few small numbers: the context is off by as much, where it is small.
+    small = 6e-8 if drawn.query.dtype == torch.float16 else 0.0
+    rounded = own * outputs[0].detach().abs() + small
+    row_error = row_error + (pull * rounded).sum(-1, keepdim=True)
     error = w * (4 * relative * (terms + summed) + x_error + 2 * row_error)
     long = eps * (w.shape[-2] * w.shape[0]) ** 0.5
     asked = _asked_of_scores(read, drawn, pulls)
@@ -209,7 +211,7 @@ def _slacks(
     slacks = {
         "query": 2 * (whole @ k),
         "key": 2 * _grouped(whole.mT @ q, group),
-        "value": 2 * _grouped((w * (relative + 8 * eps)).mT @ pull, group),
+        "value": 2 * _grouped((w * factors * (relative + 8 * eps)).mT @ pull, group),
     }
     if "bias" in drawn.more:
         each = 2 * error + long * (w * (terms + summed) + asked)
@@ -223,9 +225,7 @@ def _slacks(
                 summed = summed + share.abs()[..., None]
         each = s.sink.detach()[..., None] * (row_error + 4 * (relative + long) * summed)
         slacks["sinks"] = 4 * each.sum((0, 2, 3))
-    # Half precision has few small numbers.
-    tiny = tiny + (6e-8 if drawn.query.dtype == torch.float16 else 0)
-    return {name: x + tiny for name, x in slacks.items()}
+    return {name: x + tiny + small for name, x in slacks.items()}
 
 
 def _weigh_on(read: Any, s: Softmax, drawn: Drawn, outputs: Any, pulls: Any) -> Tensor:

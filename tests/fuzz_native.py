@@ -19,6 +19,8 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead import masks, readings
+from clearhead._impl import dropout
+from clearhead._impl.problem import Sizes
 
 SIZES = (1, 2, 3, 5, 7, 13, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 97, 130)
 WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65)
@@ -35,6 +37,23 @@ class Drawn:
     allowed: Tensor  # bool, (batch, head, query, source)
     mask: Any = None
     more: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def attend(self, read: Any, **given: Any) -> tuple[Tensor, Any]:
+        """The kernel's answer, which drops the weights that `factors` says."""
+        torch.manual_seed(self.seed)
+        return ch.attend(**given, mask=self.mask, read=read, impl="native")
+
+    def factors(self) -> Tensor:
+        """What dropout multiplies each weight by."""
+        p = self.more.get("dropout", 0.0)
+        torch.manual_seed(self.seed)
+        rows, columns = map(torch.arange, self.allowed.shape[2:])
+        sizes = Sizes(len(rows), len(columns), *self.allowed.shape[:2])
+        kept = dropout.keep(
+            torch.randint(2**63 - 1, ()), p, self.allowed.shape[:2], rows, columns, sizes
+        )
+        return kept.double() / (1 - p)
 
 
 def draw(seed: int) -> Drawn:
@@ -65,6 +84,7 @@ def draw(seed: int) -> Drawn:
         tensor(source_head, source, head_dim),
         tensor(source_head, source, value_dim),
         torch.ones(batch, head, query, source, dtype=torch.bool),
+        seed=seed,
     )
     _draw_mask(drawn, dice, torch_dice)
     _draw_more(drawn, dice, torch_dice)
@@ -127,6 +147,8 @@ def _draw_more(drawn: Drawn, dice: random.Random, torch_dice: torch.Generator) -
             bias[torch.rand(shape, generator=torch_dice) < 0.3] = -torch.inf
         drawn.more["bias"] = bias
         drawn.allowed &= bias != -torch.inf
+    if dice.random() < 0.1:
+        drawn.more["dropout"] = dice.choice((0.1, 0.5, 0.9))
 
 
 def _poison(drawn: Drawn, dice: random.Random) -> None:
@@ -185,9 +207,10 @@ def right(drawn: Drawn) -> Right:
     weight_error = relative.clamp(max=1) * weights + 1e-38
     own = torch.finfo(drawn.query.dtype).eps
     rough = 0 if drawn.query.dtype == torch.float32 else own
-    context = weights @ v
+    mixed = weights * drawn.factors()
+    context = mixed @ v
     tiny = 1e-37 * (1 + v.abs().amax())  # bf16 dot products take denormals for zeros
-    error = (relative + rough) * (weights @ v.abs()) + own * context.abs() + tiny
+    error = (relative + rough) * (mixed @ v.abs()) + own * context.abs() + tiny
     if drawn.query.dtype == torch.float16:
         error = error + 6e-8
     return Right(context, weights, scores, lse, error, weight_error)
@@ -205,11 +228,11 @@ def check(seed: int) -> None:
     drawn, dice = draw(seed), random.Random(~seed)
     answer = right(drawn)
     read = tuple(dice.sample(READ, dice.choice((0, 1, 3, len(READ)))))
-    inputs = (drawn.query, drawn.key, drawn.value, drawn.mask)
-    context, values = ch.attend(*inputs, read=read, impl="native", **drawn.more)
+    given = dict(query=drawn.query, key=drawn.key, value=drawn.value, **drawn.more)
+    context, values = drawn.attend(read, **given)
     _close("context", context, answer.context, answer.context_error)
     if read:
-        again = ch.attend(*inputs, impl="native", **drawn.more)
+        again, _ = drawn.attend((), **given)
         assert torch.equal(context, again), "looking changed the context"
     for reading, value in zip(read, values, strict=True):
         _check_reading(reading, value, answer)

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import _kernel, native
+from clearhead._impl import _kernel, dropout, native
+from clearhead._impl.problem import Problem, Sizes
 from tests import fuzz_native, oracle
 from tests.cases import CASES, Case, naive
 
@@ -139,6 +141,75 @@ class TestSizes:
         for ours, theirs, right in zip(*found, strict=True):
             rounding = torch.finfo(dtype).eps * right.abs().max()
             assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + rounding
+
+
+class TestDropout:
+    """The weights that are dropped are those of the hash, in every lane and tile."""
+
+    P = 0.3
+
+    def kept(self, seed: int, *sizes: int) -> Tensor:
+        batch, head, query, source = sizes
+        torch.manual_seed(seed)
+        rows, columns = torch.arange(query), torch.arange(source)
+        drawn = torch.randint(2**63 - 1, ())
+        shape = Sizes(query, source, batch, head)
+        return dropout.keep(drawn, self.P, (batch, head), rows, columns, shape)
+
+    def dropped(self, seed: int, *inputs: Any, **given: Any) -> Any:
+        torch.manual_seed(seed)
+        return attend(*inputs, dropout=self.P, **given)
+
+    @pytest.mark.parametrize("query", [1, 16, 49, 65, 97])
+    @pytest.mark.parametrize("source", [1, 64, 131, 300])
+    def test_exactly_these_are_dropped(self, isa: str, query: int, source: int) -> None:
+        """The values are the identity, so that the context is the weights that are left."""
+        q, k = torch.randn(2, 4, query, 8), torch.randn(2, 2, source, 8)
+        eye = torch.eye(min(source, 256)).expand(2, 2, -1, -1)
+        value = torch.zeros(2, 2, source, 256)
+        value[..., : eye.shape[-2], : eye.shape[-1]] = eye
+        kept = self.kept(3, 2, 4, query, source)
+        for seed, mask in ((3, None), (3, masks.window(50))):
+            mixed = self.dropped(seed, q, k, value, mask=mask)[..., : eye.shape[-1]]
+            _, weights = attend(q, k, value, mask=mask, read=readings.Weights())
+            right = torch.where(kept, weights.double() / (1 - self.P), 0)[..., : eye.shape[-1]]
+            assert torch.equal(mixed != 0, right != 0)
+            # The sum of the weights and their scale are rounded in one order or the other.
+            torch.testing.assert_close(mixed.double(), right, rtol=4 * 2.0**-23, atol=0)
+
+    def test_looking_changes_nothing(self, isa: str) -> None:
+        q, k, v = tensors(2, 3, 97, 16)
+        plain = self.dropped(5, q, k, v, mask=masks.causal())
+        seen, values = self.dropped(5, q, k, v, mask=masks.causal(), read=READ)
+        assert torch.equal(plain, seen)
+        _, right = attend(q, k, v, mask=masks.causal(), read=READ)
+        assert all(map(torch.equal, tree_leaves(values), tree_leaves(right)))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_gradients(self, isa: str, dtype: torch.dtype) -> None:
+        found = []
+        kept = self.kept(7, 2, 3, 67, 67) / (1 - self.P)
+        for wide in (False, True):
+            leaves = [x.to(torch.float64 if wide else dtype) for x in tensors(2, 3, 67, 32)]
+            leaves = [x.to(dtype).to(x.dtype).requires_grad_() for x in leaves]
+            q, k, v = leaves
+            if wide:
+                blocked = masks.causal().dense(67, 67).logical_not()
+                scores = (q @ k.mT / 32**0.5).masked_fill(blocked, -torch.inf)
+                context = (scores.softmax(-1) * kept) @ v
+            else:
+                context = self.dropped(7, q, k, v, mask=masks.causal())
+            found.append(torch.autograd.grad(context, leaves, torch.ones_like(context) / 3))
+        for ours, right in zip(*found, strict=True):
+            # Gradients are sums of at most 67 terms, of numbers rounded to the dtype.
+            eps = torch.finfo(dtype).eps
+            assert (ours - right).abs().max() <= 67**0.5 * eps * right.abs().max()
+
+    def test_the_binding_refuses_a_hash_out_of_range(self) -> None:
+        q = torch.zeros(1, 1, 2, 2)
+        call = _kernel.Inputs(Problem(q, q, q, None, 1.0)).call(torch.empty(1, 1, 2, 2))
+        with pytest.raises(ValueError, match="53 bits"):
+            call.set_dropout(1, 2**53 + 1, 1.0)
 
 
 class TestExp2:
@@ -327,7 +398,6 @@ class TestChoice:
         [
             ({"dtype": torch.float64}, "float64"),
             ({"width": 257}, "above 256"),
-            ({"dropout": 0.1}, "dropout"),
             ({"device": "meta"}, "not on the CPU"),
             ({"positions": 0}, "no elements"),
         ],
@@ -337,7 +407,7 @@ class TestChoice:
         shape = (1, change.get("positions", 3), change.get("width", 4))
         x = torch.ones(shape, dtype=dtype, device=device)
         with pytest.raises(ValueError, match=reason):
-            attend(x, x, x, dropout=change.get("dropout", 0.0))
+            attend(x, x, x)
 
     def test_without_the_kernel_others_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_kernel, "_native", None)

@@ -203,6 +203,18 @@ class TestCompile:
         torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.75))
         assert kept.numel() / 4096 == pytest.approx(0.75, abs=0.03)
 
+    def test_gradients_under_dropout(self) -> None:
+        drop = functools.partial(CAUSAL, dropout=0.25)
+        compiled = torch.compile(drop, fullgraph=True, backend="eager")
+        found = []
+        for call in (compiled, functools.partial(drop, impl="reference")):
+            leaves = [x.requires_grad_() for x in inputs()]
+            torch.manual_seed(4)
+            context = call(*leaves)
+            found.append([context, *torch.autograd.grad(context.square().sum(), leaves)])
+        for ours, right in zip(*found, strict=True):
+            same(ours, right)
+
     def test_nan_in_a_blocked_source(self) -> None:
         q, k, v = inputs()
         right = CAUSAL(q, k, v)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead import readings
+from clearhead._impl import dropout
 from clearhead._impl.problem import Problem
 from clearhead.masks._compose import And, Minus, Not, Or
 from clearhead.masks._data import Dense
@@ -220,6 +221,8 @@ class Inputs:
             call.set_sinks(self.sinks.data_ptr())
         if self.problem.softcap is not None:
             call.set_softcap(self.problem.softcap)
+        if self.problem.seed is not None:
+            call.set_dropout(*dropout.bounds(self.problem.seed, self.problem.dropout))
         return call
 
     def write_out(self, mask: Any, part: range) -> Tensor:

@@ -29,7 +29,7 @@ def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tens
     bias = None if problem.bias is None else _kernel.lifted(problem.bias, problem)
     context, lse, _ = torch.ops.clearhead.attend(
         query, _four(problem.key), _four(problem.value), start, stop, edges, bias, problem.sinks,
-        problem.scale, problem.softcap,
+        problem.scale, problem.softcap, problem.seed, problem.dropout,
     )  # fmt: skip
     others = tuple(r for r in read if type(r) is not LogSumExp)
     found = dict(zip(others, spec.attend(problem, others)[1], strict=True)) if others else {}
@@ -76,12 +76,13 @@ class Rows(Mask):
 
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, start: Any, stop: Any, edges: Any, bias: Any, sinks: Any,
-    scale: float, softcap: float | None,
+    scale: float, softcap: float | None, seed: Tensor | None, dropout: float,
 ) -> _kernel.Inputs:  # fmt: skip
     ranges = None
     if start is not None:
         ranges = _kernel.Ranges(*(x[None].contiguous() for x in (start, stop)))
-    return _kernel.Inputs(Problem(q, k, v, None, scale, bias, softcap, sinks), ranges, edges)
+    problem = Problem(q, k, v, None, scale, bias, softcap, sinks, dropout, seed)
+    return _kernel.Inputs(problem, ranges, edges)
 
 
 def _beyond(inputs: _kernel.Inputs) -> Problem:
@@ -98,9 +99,11 @@ def _beyond(inputs: _kernel.Inputs) -> Problem:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
     edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
-    softcap: float | None,
+    softcap: float | None, seed: Tensor | None, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
+    inputs = _inputs(
+        query, key, value, start, stop, edges, bias, sinks, scale, softcap, seed, dropout
+    )
     try:
         context, results = _kernel.forward(inputs, graph=True)
     except _kernel.OutOfRange:
@@ -122,9 +125,11 @@ def _backward(
     grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Tensor, query: Tensor,
     key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None, edges: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
-    needs: list[bool],
+    seed: Tensor | None, dropout: float, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = _inputs(query, key, value, start, stop, edges, bias, sinks, scale, softcap)
+    inputs = _inputs(
+        query, key, value, start, stop, edges, bias, sinks, scale, softcap, seed, dropout
+    )
     if softmax.isnan().all():
         found: Any = _through_rest(_beyond(inputs), [grad, grad_lse], needs)
     else:
@@ -139,7 +144,8 @@ def _backward(
 def _(grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Tensor,
       query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
       edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
-      softcap: float | None, needs: list[bool]) -> Any:  # fmt: skip
+      softcap: float | None, seed: Tensor | None, dropout: float,
+      needs: list[bool]) -> Any:  # fmt: skip
     extra = (x if need else None for x, need in zip((bias, sinks), needs, strict=True))
     return tuple(
         lse.new_empty(0)
@@ -163,18 +169,19 @@ def _through_rest(problem: Problem, gradients: list[Tensor], needs: list[bool]) 
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.scale, ctx.softcap, seed, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, seed, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor, _: Any) -> Any:
-    *tensors, context, lse, softmax = ctx.saved_tensors
+    *tensors, seed, context, lse, softmax = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[6:8])
     *found, bias, sinks = torch.ops.clearhead.attend_backward(
-        grad, grad_lse, context, lse, softmax, *tensors, ctx.scale, ctx.softcap, needs
-    )
+        grad, grad_lse, context, lse, softmax, *tensors, ctx.scale, ctx.softcap, seed,
+        ctx.dropout, needs,
+    )  # fmt: skip
     extra = (x if need else None for x, need in zip((bias, sinks), needs, strict=True))
-    return *found, None, None, None, *extra, None, None
+    return *found, None, None, None, *extra, None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead._impl.problem import Sizes
 
-__all__ = ["draw_seed", "keep"]
+__all__ = ["bounds", "draw_seed", "keep"]
 
 # The constants of SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers.
 STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -35,7 +35,16 @@ def keep(
         count *= size
     index = torch.arange(count, device=rows.device).reshape(*lead, 1, 1)
     edge = (index * sizes.query + rows[:, None]) * sizes.source + columns
-    return (_shift(_mix(seed + edge * STEP), 11)) >= round(p * 2.0**53)
+    return (_shift(_mix(seed + edge * STEP), 11)) >= _least(p)
+
+
+def bounds(seed: Tensor, p: float) -> tuple[int, int, float]:
+    """The same in numbers: the seed, what a hash has to reach, and the scale of what is kept."""
+    return int(seed), _least(p), 1 / (1 - p) if p < 1 else 0.0
+
+
+def _least(p: float) -> int:
+    return round(p * 2.0**53)
 
 
 def _mix(x: Tensor) -> Tensor:

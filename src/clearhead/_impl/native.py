@@ -44,8 +44,6 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         reasons.append(f"the inputs are on {query.device}, not on the CPU")
     if query.dtype not in _kernel.TYPES:
         reasons.append(f"{query.dtype} is not float32, bfloat16 or float16")
-    if problem.dropout:
-        reasons.append("dropout is asked for")
     if query.shape[-1] > 256 or value.shape[-1] > 256:
         reasons.append("head_dim or value_dim is above 256")
     if not (query.numel() and key.numel() and value.numel()):
