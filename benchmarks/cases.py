@@ -180,6 +180,26 @@ def backward(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Iterator
                 )  # fmt: skip
 
 
+def dropout(shape: Shape, p: float = 0.1) -> Iterator[Row]:
+    """Forward and backward of a causal call that drops weights: no two drop the same."""
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [x.requires_grad_() for x in tensors(shape, dtype)]
+        grad, mask = torch.randn(shape).to(dtype), masks.causal()
+        calls = {
+            "ours": partial(ch.attend, mask=mask, dropout=p),
+            "SDPA": partial(F.scaled_dot_product_attention, is_causal=True, dropout_p=p),
+        }
+        yield Row(
+            f"forward and backward, causal, dropout {p} {shape}",
+            {who: partial(_both_ways, call, leaves, grad) for who, call in calls.items()},
+            dtype, flops(shape, mask, 7), 7 * shape[3] // 2, compare=0,
+        )  # fmt: skip
+
+
+def _both_ways(call: Any, leaves: list[Tensor], grad: Tensor) -> Any:
+    return torch.autograd.grad(call(*leaves), leaves, grad)
+
+
 def decode(sizes: Sequence[int], dtypes: Sequence[torch.dtype], head: int = 12) -> Iterator[Row]:
     """One query over a long cache: reading the cache is all the work, as for `torch.sum`."""
     for dtype in dtypes:

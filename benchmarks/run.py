@@ -61,6 +61,7 @@ def mask_rows(on: Settings) -> Iterator[Row]:
 def backward_rows(on: Settings) -> Iterator[Row]:
     shapes = [(1, 12, 1024, 64), (1, 4, 1024, 128)] + [(1, 12, 4096, 64)] * (not on.quick)
     yield from cases.backward(shapes, [F32, BF16])
+    yield from cases.dropout((1, 12, 1024, 64))
 
 
 def decode_rows(on: Settings) -> Iterator[Row]:

@@ -47,7 +47,9 @@ class TestValues:
         context = implementation(**given)
         assert context.dtype == torch.float32
         allowance = oracle.budget(naive(case, given)[0], right.context, torch.float32)
-        assert oracle.error(context, right.context) <= allowance
+        # Without a fused multiply-add every product is rounded once more.
+        unfused = implementation.name == "native" and native.state().startswith("baseline")
+        assert oracle.error(context, right.context) <= allowance * (1.5 if unfused else 1)
 
     @ALL
     def test_readings(self, implementation: Any, case: Case) -> None:

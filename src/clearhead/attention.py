@@ -67,7 +67,8 @@ def attend(
     - `softcap`: bounds the scaled scores s smoothly, softcap * tanh(s / softcap) (Gemma 2).
     - `bias`: a float tensor added to the scores; broadcasts as a mask does. -inf blocks the edge.
     - `sinks`: one logit for each head that joins the softmax as a source without a value (gpt-oss).
-    - `dropout`: the probability that a weight is dropped between weights and context.
+    - `dropout`: the probability that a weight is dropped between weights and context; which ones
+      hangs on torch's seed alone, not on the implementation.
     - `impl`: "native", "tiled" or "reference" instead of the first of them that can serve.
 
     A wrong shape is a ValueError and a wrong type a TypeError, with the rule and all shapes.

@@ -19,7 +19,7 @@ from clearhead.masks._relative import Relative
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
 # As in native/kernel.h.
-CONTRACT = 1
+CONTRACT = 2
 
 
 def _load() -> tuple[Any, str]:

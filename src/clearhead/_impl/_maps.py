@@ -69,9 +69,9 @@ class Overlap:
             weights(self.inputs, part).flatten(2)
             for part in split(self.inputs, self.inputs.parts())
         )
-        products = sum(x @ x.mT for x in maps)
+        products = torch.stack([x @ x.mT for x in maps]).sum(0)
         with torch.enable_grad():
-            products = products.requires_grad_()
+            products.requires_grad_()
             value = readings.Overlap().finish(products)
         (found,) = torch.autograd.grad(value, products, self.total)
         return found + found.mT
