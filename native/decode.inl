@@ -7,7 +7,9 @@ namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-constexpr int64_t kFewQueries = 4, kManySources = 128, kLongTile = 512;
+constexpr int64_t kFewQueries = 4, kManySources = 128;
+// Sources at a time: short turns of K and V, so that the one is on its way while the other is worked on.
+constexpr int64_t kFewTile = 32;
 
 bool is_few(const Forward& call) { 
   return call.query_total <= kFewQueries && call.source >= kManySources && call.mask.ranges <= 1 && !call.dropout.least;
@@ -21,8 +23,8 @@ int64_t few_chunks(const Forward& call) {
 
 int64_t few_rows(const Forward& call) { return call.head / call.source_head * call.query; }
 
-// floats of partial results a row: running maximum, sum, and the context so far
-int64_t few_stride(const Forward& call) { return (call.value_dim + N - 1) / N * N + N; }
+// floats of partial results a row: running maximum and sum, the sum in lanes, and the context so far
+int64_t few_stride(const Forward& call) { return (call.value_dim + N - 1) / N * N + 2 * N; }
 
 int64_t few_partial(const Forward& call) {
   return call.batch * call.source_head * few_chunks(call) * few_rows(call) * few_stride(call);
@@ -30,21 +32,20 @@ int64_t few_partial(const Forward& call) {
 
 struct Few {
   const Forward& call;
-  // Sources at a time: where nothing but memory is waited for, long streams of K and V in turn are fastest.
-  int64_t tile, span;  // span: of the sources at hand, in whole vectors
+  int64_t span;  // of the sources at hand, in whole vectors
   int64_t batch, source_head, key_width, value_width, rows, group;
   float *queries, *keys, *values, *weights;
   int64_t *start, *stop;
   uint8_t* blocked;
 
   Few(const Forward& call, Arena& arena) : call(call) {
-    rows = few_rows(call), group = call.head / call.source_head, tile = rows == 1 && call.type == Type::f32 ? kLongTile : kTile;
+    rows = few_rows(call), group = call.head / call.source_head;
     key_width = (call.head_dim + N - 1) / N * N, value_width = (call.value_dim + N - 1) / N * N;
     queries = arena.take<float>(rows * key_width);
-    keys = arena.take<float>(tile * key_width), values = arena.take<float>(tile * value_width);
-    weights = arena.take<float>(tile);
+    keys = arena.take<float>(kFewTile * key_width), values = arena.take<float>(kFewTile * value_width);
+    weights = arena.take<float>(kFewTile);
     start = arena.take<int64_t>(rows), stop = arena.take<int64_t>(rows);
-    blocked = arena.take<uint8_t>(tile);
+    blocked = arena.take<uint8_t>(kFewTile);
   }
 
   // Rows of K or V, read in their own type where whole vectors fit, or a padded copy in fp32.
@@ -100,8 +101,8 @@ struct Few {
       if (start[r] < stop[r]) from = min(from, start[r]), to = max(to, stop[r]);
     }
     from = max(from, first), to = min(to, last);
-    for (; from < to; from += tile) {
-      const int64_t n = min(tile, to - from);
+    for (; from < to; from += kFewTile) {
+      const int64_t n = min(kFewTile, to - from);
       span = (n + N - 1) / N * N;
       const Source k = source_rows(call.k, source_head, from, n, call.head_dim, key_width, keys);
       const Source v = source_rows(call.v, source_head, from, n, call.value_dim, value_width, values);
@@ -109,64 +110,92 @@ struct Few {
         const int64_t low = max(start[r], from) - from, high = min(stop[r], from + n) - from;
         if (low >= high) continue;
         float* part = partial + r * few_stride(call);
-        if (k.type == Type::f32) score<Type::f32>(queries + r * key_width, k, low, high);
-        else if (k.type == Type::bf16) score<Type::bf16>(queries + r * key_width, k, low, high);
-        else score<Type::f16>(queries + r * key_width, k, low, high);
+        if (k.type == Type::f32) score_rows<Type::f32>(queries + r * key_width, k, low, high);
+        else if (k.type == Type::bf16) score_rows<Type::bf16>(queries + r * key_width, k, low, high);
+        else score_rows<Type::f16>(queries + r * key_width, k, low, high);
         const bool masked = edit_row(r, from, low, high);
-        const f shrink = soften(part);
-        if (v.type == Type::f32) add_rows<Type::f32>(v, low, high, masked, shrink, part + N);
-        else if (v.type == Type::bf16) add_rows<Type::bf16>(v, low, high, masked, shrink, part + N);
-        else add_rows<Type::f16>(v, low, high, masked, shrink, part + N);
+        soften(part);
+        if (v.type == Type::f32) add_rows<Type::f32>(v, low, high, masked, part + 2 * N);
+        else if (v.type == Type::bf16) add_rows<Type::bf16>(v, low, high, masked, part + 2 * N);
+        else add_rows<Type::f16>(v, low, high, masked, part + 2 * N);
       }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float* part = partial + r * few_stride(call);
+      part[1] = Vec::sum(Vec::load(part + N));
     }
   }
 
-  // Scores become unnormalised weights; returns what shrinks the context so far.
-  f soften(float* part) {
-    f most = Vec::set1(-INFINITY);
+  // Scores become unnormalised weights.
+  void soften(float* part) {
+    f most = Vec::set1(part[0]);
     for (int64_t s = 0; s < span; s += N) most = Vec::max(Vec::load(weights + s), most);
+    if (Vec::greater(most, Vec::set1(part[0]))) shrink(part, most);
+    f sum = Vec::load(part + N);
+    for (int64_t s = 0; s < span; s += N) {
+      const f weight = exp_of(Vec::sub(Vec::load(weights + s), Vec::set1(part[0])));
+      sum = Vec::add(sum, weight);
+      Vec::store(weights + s, weight);
+    }
+    Vec::store(part + N, sum);
+  }
+
+  // A new maximum: what was summed so far counts less. Rare after the first sources.
+  void shrink(float* part, f most) {
     float top[N];
     Vec::store(top, most);
     float now = part[0];
     for (int i = 0; i < N; ++i) now = top[i] > now ? top[i] : now;
-    f sum = Vec::zero();
-    for (int64_t s = 0; s < span; s += N) {
-      const f weight = exp_of(Vec::sub(Vec::load(weights + s), Vec::set1(now)));
-      sum = Vec::add(sum, weight);
-      Vec::store(weights + s, weight);
-    }
-    const f shrink = exp_of(Vec::set1(part[0] - now));
-    Vec::store(top, shrink);
-    part[0] = now, part[1] = part[1] * top[0] + Vec::sum(sum);
-    return shrink;
+    const f share = exp_of(Vec::set1(part[0] - now));
+    for (int64_t i = N; i < few_stride(call); i += N) Vec::store(part + i, Vec::mul(Vec::load(part + i), share));
+    part[0] = now;
   }
 
   template <Type type>
-  void add_rows(const Source& v, int64_t low, int64_t high, bool masked, f shrink, float* out) {
+  void add_rows(const Source& v, int64_t low, int64_t high, bool masked, float* out) {
     int64_t i = 0;
-    for (; i + 4 * N <= value_width; i += 4 * N) add_values<type, 4>(v, low, high, masked, shrink, i, out + i);
-    for (; i < value_width; i += N) add_values<type, 1>(v, low, high, masked, shrink, i, out + i);
+    for (; i + 8 * N <= value_width; i += 8 * N) add_values<type, 8>(v, low, high, masked, i, out + i);
+    for (; i + 4 * N <= value_width; i += 4 * N) add_values<type, 4>(v, low, high, masked, i, out + i);
+    for (; i < value_width; i += N) add_values<type, 1>(v, low, high, masked, i, out + i);
+  }
+
+  // The usual widths as constants.
+  template <Type type>
+  void score_rows(const float* q, const Source& k, int64_t low, int64_t high) {
+    if (key_width == 64) score<type, 64 / N>(q, k, low, high);
+    else if (key_width == 128) score<type, 128 / N>(q, k, low, high);
+    else score<type, 0>(q, k, low, high);
   }
 
   // weights[s] = q . k[s] for low <= s < high, -inf elsewhere
-  template <Type type>
+  template <Type type, int V>
   void score(const float* q, const Source& k, int64_t low, int64_t high) {
-    alignas(64) float partial[N * N];
+    f query[V + 1];
+    CLEARHEAD_UNROLL for (int i = 0; i < V; ++i) query[i] = Vec::load(q + i * N);
     for (int64_t s = 0; s < span; s += N) {
       if (s + N <= low || s >= high) {
         Vec::store(weights + s, Vec::set1(-INFINITY));
         continue;
       }
-      for (int64_t j = 0; j < N; ++j) {
-        const int64_t row = min(s + j, high - 1);
-        f sum = Vec::zero();
-        for (int64_t i = 0; i < key_width; i += N) sum = Vec::fma(load<type>(k, row, i), Vec::load(q + i), sum);
-        Vec::store(partial + j * N, sum);
+      f sum[N];
+      if (s + N <= high) {
+        CLEARHEAD_UNROLL for (int j = 0; j < N; ++j) sum[j] = products<type, V>(q, query, k, s + j);
+      } else {
+        for (int j = 0; j < N; ++j) sum[j] = products<type, V>(q, query, k, min(s + j, high - 1));
       }
-      Vec::store(weights + s, Vec::mul(Vec::sum_each(partial), Vec::set1(call.scale)));
-      for (int64_t j = s; j < s + N; ++j)
+      Vec::store(weights + s, Vec::mul(Vec::sum_each(sum), Vec::set1(call.scale)));
+      for (int64_t j = s; (s < low || s + N > high) && j < s + N; ++j)
         if (j < low || j >= high) weights[j] = -INFINITY;
     }
+  }
+
+  // A row of K times the query, which is at hand in V vectors or, with V = 0, in memory alone.
+  template <Type type, int V>
+  f products(const float* q, const f* query, const Source& k, int64_t row) {
+    f sum = Vec::mul(load<type>(k, row, 0), V ? query[0] : Vec::load(q));
+    CLEARHEAD_UNROLL for (int i = 1; i < V; ++i) sum = Vec::fma(load<type>(k, row, i * N), query[i], sum);
+    for (int64_t i = N; !V && i < key_width; i += N) sum = Vec::fma(load<type>(k, row, i), Vec::load(q + i), sum);
+    return sum;
   }
 
   // softcap, bias and single blocked edges; true if there are any of these
@@ -196,7 +225,7 @@ struct Few {
   }
 
   template <Type type, int V>
-  void add_values(const Source& v, int64_t low, int64_t high, bool masked, f shrink, int64_t at, float* out) {
+  void add_values(const Source& v, int64_t low, int64_t high, bool masked, int64_t at, float* out) {
     f sum[V];
     CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::zero();
     for (int64_t s = low; s < high; ++s) {
@@ -204,8 +233,7 @@ struct Few {
       const f weight = Vec::set1(weights[s]);
       CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::fma(weight, load<type>(v, s, at + j * N), sum[j]);
     }
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j)
-      Vec::store(out + j * N, Vec::fma(Vec::load(out + j * N), shrink, sum[j]));
+    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(out + j * N, Vec::add(Vec::load(out + j * N), sum[j]));
   }
 
   // One row from its partial results, in the order of the chunks.
@@ -223,7 +251,7 @@ struct Few {
       const float share = part[1] == 0 ? 0 : std::exp(part[0] - most);
       if (part[1] == 0) continue;
       total += share * part[1];
-      for (int64_t i = 0; i < call.value_dim; ++i) values[i] += share * part[N + i];
+      for (int64_t i = 0; i < call.value_dim; ++i) values[i] += share * part[2 * N + i];
     }
     char* to = (char*)at(call.out, call.type, batch, head, query);
     const Ranges range = ranges_of(call.mask, batch, head, query, 1, 1, call.source);

@@ -82,33 +82,58 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-// Runs item(i, scratch) for all i, on as many threads as pay; false where memory ran out.
-template <class Item>
-bool spread(int64_t items, int threads, size_t bytes, Item item) {
-  std::atomic<int64_t> next{0};
+// Runs work(number of the thread, scratch) on every thread of a team; false where memory ran out.
+template <class Work>
+bool with_team(int threads, size_t bytes, Work work) {
   std::atomic<bool> ok{true};
-  auto work = [&] {
-    char* memory = scratch.at_least(bytes);
-    if (!memory) {
-      ok = false;
-      return;
-    }
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(i, memory);
+  auto member = [&](int me) {
+    if (char* memory = scratch.at_least(bytes)) work(me, memory);
+    else ok = false;
   };
-  if (threads > items) threads = (int)items;
   if (threads <= 1) {
-    work();
+    member(0);
     return ok;
   }
 #ifdef CLEARHEAD_STD_THREADS
   std::vector<std::thread> team;
-  for (int t = 0; t < threads; ++t) team.emplace_back(work);
-  for (std::thread& member : team) member.join();
+  for (int t = 0; t < threads; ++t) team.emplace_back(member, t);
+  for (std::thread& thread : team) thread.join();
 #else
 #pragma omp parallel num_threads(threads)
-  work();
+  member(omp_get_thread_num());
 #endif
   return ok;
+}
+
+// Runs item(i, scratch) for all i, on as many threads as pay; false where memory ran out.
+template <class Item>
+bool spread(int64_t items, int threads, size_t bytes, Item item) {
+  std::atomic<int64_t> next{0};
+  if (threads > items) threads = (int)items;
+  return with_team(threads, bytes, [&](int, char* memory) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(i, memory);
+  });
+}
+
+// The same with neighbouring items on one thread, in every call on the same one, which finds in its
+// caches and its table of pages what it left there. Who is done early helps the others.
+template <class Item>
+bool spread_near(int64_t items, int threads, size_t bytes, Item item) {
+  if (threads > items) threads = (int)items;
+  if (threads <= 1) return spread(items, threads, bytes, item);
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  std::unique_ptr<Share[]> shares(new (std::nothrow) Share[(size_t)threads]);
+  if (!shares) return false;
+  for (int t = 0; t < threads; ++t) shares[t].next = items * t / threads, shares[t].end = items * (t + 1) / threads;
+  return with_team(threads, bytes, [&](int me, char* memory) {
+    for (int t = 0; t < threads; ++t) {
+      Share& share = shares[(me + t) % threads];
+      for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) item(i, memory);
+    }
+  });
 }
 
 // Waking a second thread costs a few microseconds: not for less work than this.
@@ -160,8 +185,8 @@ bool forward_few(const Kernel& kernel, const Forward& call, int threads) {
   if (!partial) return false;
   const int64_t heads = call.batch * call.source_head;
   const size_t bytes = kernel.few_scratch(call);
-  return spread(heads * kernel.few_chunks(call), threads, bytes,
-                [&](int64_t i, char* memory) { kernel.few(call, i, partial.get(), memory); }) &&
+  return spread_near(heads * kernel.few_chunks(call), threads, bytes,
+                     [&](int64_t i, char* memory) { kernel.few(call, i, partial.get(), memory); }) &&
          spread(heads, 1, bytes, [&](int64_t i, char* memory) { kernel.few_merge(call, i, partial.get(), memory); });
 }
 

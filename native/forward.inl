@@ -547,7 +547,7 @@ struct Block {
   template <bool received, bool cells>
   int64_t survey(const float* weights, const float* factor, int64_t t, int64_t cell, float* sum, float* most) {
     float* to = received ? call.received + ((slot * call.batch + batch) * call.head + head) * call.source + tile_first[t] : nullptr;
-    alignas(64) float partial[kTile * N];
+    f partial[kTile];
     int64_t s = 0;
     while (s < tile_count[t]) {
       int64_t stop = tile_count[t];
@@ -565,13 +565,13 @@ struct Block {
           if (cells) total[j] = Vec::add(total[j], weight), best[j] = Vec::max(best[j], weight);
           if (received) across = Vec::add(across, weight);
         }
-        if (received) Vec::store(partial + s * N, across);
+        if (received) partial[s] = across;
       }
       for (int j = 0; cells && j < W; ++j) Vec::store(sum + j * N, total[j]), Vec::store(most + j * N, best[j]);
     }
     for (s = 0; received && s + N <= tile_count[t]; s += N)
-      Vec::store(to + s, Vec::add(Vec::load(to + s), Vec::sum_each(partial + s * N)));
-    for (; received && s < tile_count[t]; ++s) to[s] += Vec::sum(Vec::load(partial + s * N));
+      Vec::store(to + s, Vec::add(Vec::load(to + s), Vec::sum_each(partial + s)));
+    for (; received && s < tile_count[t]; ++s) to[s] += Vec::sum(partial[s]);
     return cell;
   }
 

@@ -47,10 +47,10 @@ struct Vec {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
   }
 
-  // lane k of the result is the sum of the vector at rows + lanes * k
-  static f sum_each(const float* rows) {
+  // lane k of the result is the sum of the k-th vector
+  static f sum_each(const f* rows) {
     float sums[lanes];
-    for (int k = 0; k < lanes; ++k) sums[k] = sum(load(rows + lanes * k));
+    for (int k = 0; k < lanes; ++k) sums[k] = sum(rows[k]);
     return load(sums);
   }
 

@@ -36,12 +36,11 @@ struct Vec {
   static uint64_t not_finite(f x) { return _mm512_fpclass_ps_mask(x, 0x99); }
   static float sum(f x) { return _mm512_reduce_add_ps(x); }
 
-  // lane k of the result is the sum of the vector at rows + 16 k
-  static f sum_each(const float* rows) {
+  // lane k of the result is the sum of the k-th vector
+  static f sum_each(const f* rows) {
     f quarter[4];
     for (int k = 0; k < 4; ++k) {
-      const float* r = rows + 64 * k;
-      const f a = load(r), b = load(r + 16), c = load(r + 32), d = load(r + 48);
+      const f a = rows[4 * k], b = rows[4 * k + 1], c = rows[4 * k + 2], d = rows[4 * k + 3];
       const f ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
       const f cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
       quarter[k] = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));

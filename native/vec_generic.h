@@ -49,10 +49,10 @@ struct Vec {
   static uint64_t not_finite(f x) { return to_bits(~(magnitude(x) <= set1(__FLT_MAX__))); }
   static float sum(f x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
-  // lane k of the result is the sum of the vector at rows + lanes * k
-  static f sum_each(const float* rows) {
+  // lane k of the result is the sum of the k-th vector
+  static f sum_each(const f* rows) {
     float sums[lanes];
-    for (int k = 0; k < lanes; ++k) sums[k] = sum(load(rows + lanes * k));
+    for (int k = 0; k < lanes; ++k) sums[k] = sum(rows[k]);
     return load(sums);
   }
 

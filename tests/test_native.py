@@ -271,7 +271,7 @@ class TestMasks:
 
 class TestBits:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("shape", [(1, 1, 300, 16), (2, 3, 131, 32), (1, 2, 2, 300)])
+    @pytest.mark.parametrize("shape", [(1, 1, 300, 16), (2, 3, 131, 32), (1, 2, 2, 300), (1, 5, 1, 1300)])
     def test_threads_and_runs_do_not_show(
         self, isa: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
@@ -509,14 +509,19 @@ class TestWhatIsLeftOut:
 
 
 class TestLongCaches:
-    """One query reads long streams of keys and values; several read shorter ones."""
+    """Few queries over many sources: the kernel of decoding, and its constant widths 64 and 128."""
 
-    @pytest.mark.parametrize("source", [511, 512, 513, 1300, 2100])
+    @pytest.mark.parametrize(
+        ("source", "width"),
+        [(511, 24), (512, 64), (513, 128), (1300, 64), (2100, 24), (1057, 144)],
+    )
     @pytest.mark.parametrize("query", [1, 3])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_every_edit(self, isa: str, source: int, query: int, dtype: torch.dtype) -> None:
-        q = tensors(1, 2, query, 24, dtype=dtype)[0]
-        k, v, _ = tensors(1, 2, source, 24, dtype=dtype, seed=1)
+    def test_every_edit(
+        self, isa: str, source: int, width: int, query: int, dtype: torch.dtype
+    ) -> None:
+        q = tensors(1, 2, query, width, dtype=dtype)[0]
+        k, v, _ = tensors(1, 2, source, width, dtype=dtype, seed=1)
         allowed = torch.rand(query, source, generator=torch.Generator().manual_seed(3)) < 0.7
         bias = torch.linspace(-3, 3, source).expand(2, query, source)
         mask = masks.window(source - 5) & masks.dense(allowed)
@@ -525,3 +530,29 @@ class TestLongCaches:
             right = ch.attend(*(x.float() for x in (q, k, v)), impl="reference", **given)
             rounding = 8 * torch.finfo(dtype).eps
             torch.testing.assert_close(context.float(), right, rtol=rounding, atol=rounding)
+
+    @pytest.mark.parametrize("rises", [True, False])
+    @pytest.mark.parametrize("head", [2, 6])
+    def test_scores_that_rise_or_fall_all_the_way(self, isa: str, rises: bool, head: int) -> None:
+        """Every source may have a new maximum, which shrinks what was summed before."""
+        q, k, v = torch.zeros(1, head, 1, 64), torch.zeros(1, 2, 1300, 64), tensors(1, 2, 1300, 64)[0]
+        scores = torch.linspace(-64, 64, 1300) * (1 if rises else -1)
+        q[..., 5], k[..., 5] = 8, scores  # the scale is 1/8: the products are exact
+        context, lse = attend(q, k, v, read=readings.LogSumExp())
+        right = scores.double().softmax(0) @ v.double()
+        ours, other = context.double(), scores.softmax(0) @ v
+        bound = 2 * (other - right).abs().max() + torch.finfo(torch.float32).eps * right.abs().max()
+        assert (ours - right.repeat_interleave(head // 2, 1)[:, :, None]).abs().max() <= bound
+        torch.testing.assert_close(lse, scores.double().logsumexp(0).float().expand_as(lse))
+
+    @pytest.mark.parametrize("head", [2, 6])
+    def test_what_is_stored_in_blocked_sources_is_not_read(self, isa: str, head: int) -> None:
+        q = tensors(1, head, 1, 64)[0]
+        k, v, _ = tensors(1, 2, 1300, 64, seed=1)
+        allowed = torch.rand(1, 1300, generator=torch.Generator().manual_seed(2)) < 0.7
+        mask = masks.window(1203) & masks.lengths([1257]) & masks.dense(allowed)
+        right = attend(q, k, v, mask)
+        edges = mask.dense(1, 1300).reshape(-1)
+        k[:, :, ~edges], v[:, :, ~edges] = torch.nan, torch.inf
+        assert right.isfinite().all()
+        assert torch.equal(attend(q, k, v, mask), right)
