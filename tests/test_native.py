@@ -271,7 +271,9 @@ class TestMasks:
 
 class TestBits:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("shape", [(1, 1, 300, 16), (2, 3, 131, 32), (1, 2, 2, 300), (1, 5, 1, 1300)])
+    @pytest.mark.parametrize(
+        "shape", [(1, 1, 300, 16), (2, 3, 131, 32), (1, 2, 2, 300), (1, 5, 1, 1300)]
+    )
     def test_threads_and_runs_do_not_show(
         self, isa: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
@@ -535,7 +537,8 @@ class TestLongCaches:
     @pytest.mark.parametrize("head", [2, 6])
     def test_scores_that_rise_or_fall_all_the_way(self, isa: str, rises: bool, head: int) -> None:
         """Every source may have a new maximum, which shrinks what was summed before."""
-        q, k, v = torch.zeros(1, head, 1, 64), torch.zeros(1, 2, 1300, 64), tensors(1, 2, 1300, 64)[0]
+        q, k = torch.zeros(1, head, 1, 64), torch.zeros(1, 2, 1300, 64)
+        v = tensors(1, 2, 1300, 64)[0]
         scores = torch.linspace(-64, 64, 1300) * (1 if rises else -1)
         q[..., 5], k[..., 5] = 8, scores  # the scale is 1/8: the products are exact
         context, lse = attend(q, k, v, read=readings.LogSumExp())
