@@ -11,7 +11,7 @@ constexpr int64_t kFewQueries = 4, kManySources = 128;
 // Sources at a time: short turns of K and V, so that the one is on its way while the other is worked on.
 constexpr int64_t kFewTile = 32;
 
-bool is_few(const Forward& call) { 
+bool is_few(const Forward& call) {
   return call.query_total <= kFewQueries && call.source >= kManySources && call.mask.ranges <= 1 && !call.dropout.least;
 }
 
