@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead._fold import PerQuery
 from clearhead._impl._strips import Piece, plan
 from clearhead._impl.problem import Problem
 from clearhead.readings import (
@@ -19,7 +20,6 @@ from clearhead.readings import (
     Distance,
     Entropy,
     Mass,
-    PerQuery,
     Reading,
     Received,
     TopK,

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead._fold import PerQuery
 from clearhead._impl._gather import View, gatherers, tiles_of
 from clearhead._impl._strips import Piece, plan, take
 from clearhead._impl.problem import Problem
-from clearhead.readings import LogSumExp, PerQuery, Reading
+from clearhead.readings import LogSumExp, Reading
 
 __all__ = ["attend", "serves"]
 

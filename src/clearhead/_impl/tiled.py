@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from clearhead import readings
+from clearhead._fold import Blocks, PerQuery, Strip
 from clearhead._impl import _fused, _stream
 from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient
 from clearhead._impl._strips import Piece, height_for, mix, plan, take, take_bias, weigh
 from clearhead._impl.problem import Problem, watchers
-from clearhead.readings import BlockMapValue, Blocks, PerQuery, Reading, Strip
+from clearhead.readings import BlockMapValue, Reading
 
 NAME = "tiled"
 # Elements in a strip of all heads and samples, and the fewest rows that still make a fair matmul.
