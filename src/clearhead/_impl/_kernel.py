@@ -121,12 +121,20 @@ def _complement(
 
 def _as_ranges(found: list[tuple[Tensor, Tensor]]) -> Ranges:
     lifted = [[x if x.ndim == 3 else x[None, None] for x in pair] for pair in found]
-    starts, stops = zip(*(torch.broadcast_tensors(*pair) for pair in lifted), strict=True)
+    starts, stops = zip(*(_broadcast(pair) for pair in lifted), strict=True)
     return Ranges(*(_stack(x) for x in (starts, stops)))
 
 
+def _broadcast(pieces: Any) -> Any:
+    """torch.broadcast_tensors takes 5 us where there is nothing to do, too."""
+    same = all(x.shape == pieces[0].shape for x in pieces)
+    return pieces if same else torch.broadcast_tensors(*pieces)
+
+
 def _stack(pieces: Any) -> Tensor:
-    return torch.stack(torch.broadcast_tensors(*pieces)).to(torch.int32).contiguous()
+    pieces = _broadcast(pieces)
+    whole = pieces[0][None] if len(pieces) == 1 else torch.stack(pieces)
+    return whole.to(torch.int32).contiguous()
 
 
 @functools.lru_cache(maxsize=64)
