@@ -11,6 +11,10 @@
 #define CLEARHEAD_MAPS
 #endif
 
+#if defined(CLEARHEAD_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -21,9 +25,21 @@ namespace clearhead {
 extern const Kernel baseline_kernel;
 #ifdef CLEARHEAD_X86
 extern const Kernel avx2_kernel, avx512_kernel, avx512_bf16_kernel;
+#elif defined(CLEARHEAD_ARM)
+extern const Kernel neon_kernel, neon_bf16_kernel;
 #endif
 
 namespace {
+
+#ifdef CLEARHEAD_ARM
+bool has_bf16() {
+#ifdef __linux__
+  return getauxval(AT_HWCAP2) & 1ul << 14;  // HWCAP2_BF16, which older headers lack
+#else
+  return false;
+#endif
+}
+#endif
 
 std::vector<const Kernel*> supported() {
   std::vector<const Kernel*> result;
@@ -35,6 +51,9 @@ std::vector<const Kernel*> supported() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) result.push_back(&avx512_bf16_kernel);
   if (avx512) result.push_back(&avx512_kernel);
   if (avx2) result.push_back(&avx2_kernel);
+#elif defined(CLEARHEAD_ARM)
+  if (has_bf16()) result.push_back(&neon_bf16_kernel);
+  result.push_back(&neon_kernel);
 #endif
   result.push_back(&baseline_kernel);
   return result;

@@ -20,7 +20,7 @@ struct Softmax {
 template <class E>
 void multiply_add(int64_t rounds, int64_t apart, float* sink) {
   f sum[kChains];
-  CLEARHEAD_UNROLL for (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
+  _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
   typename E::packed numbers[N] = {};
   const typename E::vec x = E::load(numbers);
   Softmax softmax{sum[0]};
@@ -29,7 +29,7 @@ void multiply_add(int64_t rounds, int64_t apart, float* sink) {
     _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = E::mac(x, x, sum[c]);
     for (left -= kChains; left < 0; left += apart) softmax.step();
   }
-  for (int c = 0; c < kChains; ++c) sink[c] = Vec::sum(sum[c]);
+  _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sink[c] = Vec::sum(sum[c]);
   sink[0] += Vec::sum(softmax.total);
 }
 

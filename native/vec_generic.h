@@ -1,4 +1,4 @@
-// Vector verbs on the compiler's own 128-bit vectors: the baseline of any machine (SSE2, NEON).
+// Vector verbs on the compiler's own 128-bit vectors: the baseline of any machine.
 #pragma once
 
 #include <cmath>
@@ -12,11 +12,7 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 4;
-  #ifdef __aarch64__
-  static constexpr int rows = 8;  // 32 registers
-#else
   static constexpr int rows = 4;
-#endif
   static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
   static constexpr int vectors = 3, wide = 3;
   static constexpr int outer = 2;  // vectors of features in the outer-product kernel
