@@ -25,17 +25,21 @@ echo "== threads"
 sources=(native/race.cpp native/dispatch.cpp)
 flags=(-std=c++17 -O1 -g -fsanitize=thread -DCLEARHEAD_STD_THREADS -Wno-uninitialized -Wno-maybe-uninitialized)
 objects=()
-for isa in baseline avx2 avx512 avx512_bf16; do
+isas=(baseline)
+case $(uname -m) in
+  x86_64) isas+=(avx2 avx512 avx512_bf16) flags+=(-DCLEARHEAD_X86) ;;
+  aarch64 | arm64) isas+=(neon neon_bf16) flags+=(-DCLEARHEAD_ARM) ;;
+esac
+for isa in "${isas[@]}"; do
   case $isa in
-    baseline) extra=() ;;
     avx2) extra=(-mavx2 -mfma -mf16c) ;;
-    *) extra=(-mavx2 -mfma -mf16c -mavx512f -mavx512dq -mavx512bw -mavx512vl) ;;
+    avx512*) extra=(-mavx2 -mfma -mf16c -mavx512f -mavx512dq -mavx512bw -mavx512vl) ;;
+    neon_bf16) extra=(-march=armv8.2-a+bf16) ;;
+    *) extra=() ;;
   esac
   [ $isa = avx512_bf16 ] && extra+=(-mavx512bf16)
-  if [ $isa != baseline ] && [ "$(uname -m)" != x86_64 ]; then continue; fi
   g++ "${flags[@]}" -ffp-contract=off "${extra[@]}" -c native/$isa.cpp -o "$out/$isa.o"
   objects+=("$out/$isa.o")
 done
-[ "$(uname -m)" = x86_64 ] && flags+=(-DCLEARHEAD_X86)
 g++ "${flags[@]}" "${sources[@]}" "${objects[@]}" -pthread -o "$out/race"
 "$out/race"
