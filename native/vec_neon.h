@@ -44,6 +44,19 @@ struct Vec {
     return vpaddq_f32(vpaddq_f32(load(rows), load(rows + 4)), vpaddq_f32(load(rows + 8), load(rows + 12)));
   }
 
+  // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`:
+  // scalars, since no vector of NEON multiplies 64 bits
+  static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
+    uint64_t bits = 0;
+    for (int lane = 0; lane < lanes; ++lane) {
+      uint64_t x = state[lane] + step;
+      x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+      x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+      bits |= (uint64_t)((x ^ x >> 31) >> 11 >= least) << lane;
+    }
+    return bits;
+  }
+
   static f same_bits(int32_t x) { return vreinterpretq_f32_s32(vdupq_n_s32(x)); }
   static i load_int(const int32_t* p) { return vld1q_s32(p); }
   static i set1_int(int32_t x) { return vdupq_n_s32(x); }
