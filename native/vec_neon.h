@@ -39,9 +39,9 @@ struct Vec {
   static uint64_t not_finite(f x) { return to_bits(vmvnq_u32(vcaleq_f32(x, set1(__FLT_MAX__)))); }
   static float sum(f x) { return vaddvq_f32(x); }
 
-  // lane k of the result is the sum of the vector at rows + 4 k
-  static f sum_each(const float* rows) {
-    return vpaddq_f32(vpaddq_f32(load(rows), load(rows + 4)), vpaddq_f32(load(rows + 8), load(rows + 12)));
+  // lane k of the result is the sum of the k-th vector
+  static f sum_each(const f* rows) {
+    return vpaddq_f32(vpaddq_f32(rows[0], rows[1]), vpaddq_f32(rows[2], rows[3]));
   }
 
   // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`:
