@@ -21,9 +21,14 @@ struct Part {
   int begin, end;
 };
 
+constexpr int64_t kFew = 4;  // sources that are worked on or left out together
+
+inline int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
+inline uint32_t low_bits(int64_t count) { return (1u << count) - 1; }
+
 template <int W>
 struct Block {
-  static constexpr int lanes = W * N;
+  static constexpr int lanes = W * N, kMost = W < Vec::together ? W : Vec::together;
   const Forward& call;
   int64_t batch, head, source_head, first, count, slot;
   bool pairs, strip, plain, base_two;
@@ -41,11 +46,13 @@ struct Block {
   uint64_t bits[kTile];
   Kept kept;
   float* kept_weights;
-  static constexpr int64_t kGroup = 4;  // sources that are worked on or left out together
-  uint32_t whole[kTile / kGroup];       // vectors of which every lane may read the whole group
-  Part parts[kTile / kGroup];
-  int part_count;
-  bool out_of_range = false, some_blocked = false, careful = false;
+  static constexpr int64_t kGroups = kTile / kFew;
+  uint32_t some[W], whole[W];  // bit by bit the groups of sources that some lane of a vector, or every, may read
+  const Range* range;          // that alone says who may read what, instead of `bits`
+  Part parts[W * (kGroups / 2)];
+  int part_count, used;  // used: vectors that hold queries
+  uint32_t begun;        // bit by bit the vectors that have a context
+  bool out_of_range = false, some_blocked = false, careful = false, spoiled = false;
   int64_t tiles = 0, top_rows;
 
   Block(const Forward& call, Arena& arena) : call(call), kept(call.dropout, lanes, arena) {
@@ -76,9 +83,8 @@ struct Block {
 
   void start() {
     const float sign = plain && call.scale < 0 ? -1.f : 1.f;
-    pack_floats(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed);
-    expected = 0;
-    if (pairs) pack_query_pairs();
+    if (pairs) pack_pairs(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed_pairs);
+    else pack_floats(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed);
     kept.start(row(0), call.source, lanes);
     float sink = -FLT_MAX, weight = 0;
     if (call.sinks && call.sinks[head] != -INFINITY) {
@@ -89,19 +95,10 @@ struct Block {
       row_max[lane] = sink, row_sum[lane] = weight;
       neg_entropy[lane] = 0;
     }
-    std::memset(out, 0, sizeof(float) * call.value_dim * lanes);
+    begun = 0;
     for (int64_t i = 0; i < top_rows * lanes; ++i) top_scores[i] = -INFINITY;
     std::memset(top_sources, 0xff, sizeof(float) * top_rows * lanes);  // -1
     tiles = 0;
-  }
-
-  void pack_query_pairs() {
-    for (int64_t i = 0; i < call.head_dim / 2; ++i)
-      for (int lane = 0; lane < lanes; ++lane) {
-        uint32_t low, high;
-        std::memcpy(&low, packed + 2 * i * lanes + lane, 4), std::memcpy(&high, packed + (2 * i + 1) * lanes + lane, 4);
-        packed_pairs[i * lanes + lane] = (low >> 16) | (high & 0xffff0000);
-      }
   }
 
   // Which lanes may read which source: by the mask, and where a bias is not -inf.
@@ -112,50 +109,91 @@ struct Block {
     return block_by_bias<W>(bias_tile, n, kind, allowed);
   }
 
-  // Finds the parts of a tile that some query may read, from `bits`.
-  void cut(int64_t n, Tile kind) {
-    part_count = 0;
-    if (kind == Tile::full) parts[part_count++] = {0, n, 0, W};
-    for (int64_t s = 0; s < n && kind != Tile::full; s += kGroup) {
-      uint64_t some = 0, all = ~0ull;
-      for (int64_t i = s; i < min(n, s + kGroup); ++i) some |= bits[i], all &= bits[i];
-      int begin = W, end = 0;
-      uint32_t& full = whole[s / kGroup] = 0;
-      for (int j = 0; j < W; ++j) {
-        if (some >> (j * N) & lane_mask(N)) begin = begin < j ? begin : j, end = j + 1;
-        if ((all >> (j * N) & lane_mask(N)) == lane_mask(N)) full |= 1u << j;
+  // Which parts of a tile some query may read. Where one range of each query says it all the parts follow
+  // from its ends.
+  Tile look(int64_t from, int64_t n) {
+    range = nullptr;
+    if (plain && !careful && !call.mask.bytes) {
+      Tile kind = ranges.count ? Tile::empty : Tile::full;
+      int64_t met = 0;
+      for (int64_t r = 0; r < ranges.count && kind != Tile::full; ++r) {
+        const Range& one = ranges.all[r];
+        if (from >= one.full_first && from + n <= one.full_last) kind = Tile::full;
+        else if (from < one.last && from + n > one.first) kind = Tile::partial, range = &one, ++met;
       }
-      const int64_t stop = min(n, s + kGroup);
-      Part* last = part_count ? parts + part_count - 1 : nullptr;
-      if (last && last->last == s && last->begin == begin && last->end == end) last->last = stop;
-      else if (begin < end) parts[part_count++] = {s, stop, begin, end};
+      if (kind == Tile::full) range = nullptr, group_all(n);
+      else if (met == 1) group_range(from, n);
+      if (kind != Tile::partial || met == 1) return kind;
+      range = nullptr;
+    }
+    const Tile kind = allow(from, n, bits);
+    if (kind == Tile::full) group_all(n);
+    else if (kind == Tile::partial) group_bits(n);
+    return kind;
+  }
+
+  void group_all(int64_t n) {
+    for (int j = 0; j < used; ++j) some[j] = whole[j] = low_bits((n + kFew - 1) / kFew);
+    cut(n);
+  }
+
+  void group_range(int64_t from, int64_t n) {
+    for (int j = 0; j < used; ++j) {
+      const Common& one = range->vectors[j];
+      const int64_t first = max(one.first - from, 0), last = min(one.last - from, n);
+      const int64_t full_first = max(one.full_first - from, 0), full_last = min(one.full_last - from, n);
+      some[j] = first < last ? low_bits((last + kFew - 1) / kFew) & ~low_bits(first / kFew) : 0;
+      const int64_t full = full_last == n ? (n + kFew - 1) / kFew : full_last / kFew;
+      whole[j] = full_first < full_last ? low_bits(full) & ~low_bits((full_first + kFew - 1) / kFew) : 0;
+    }
+    cut(n);
+  }
+
+  void group_bits(int64_t n) {
+    for (int j = 0; j < used; ++j) some[j] = whole[j] = 0;
+    for (int64_t s = 0; s < n; s += kFew) {
+      uint64_t any = 0, all = ~0ull;
+      for (int64_t i = s; i < min(n, s + kFew); ++i) any |= bits[i], all &= bits[i];
+      for (int j = 0; j < used; ++j) {
+        some[j] |= (uint32_t)((any >> (j * N) & lane_mask(N)) != 0) << (s / kFew);
+        whole[j] |= (uint32_t)((all >> (j * N) & lane_mask(N)) == lane_mask(N)) << (s / kFew);
+      }
+    }
+    cut(n);
+  }
+
+  // Stretches of sources, of neighbouring vectors together where they are alike: then the context of a
+  // vector is taken up once a stretch.
+  void cut(int64_t n) {
+    part_count = 0;
+    for (int j = 0, end; j < used; j = end) {
+      for (end = j + 1; end < used && end < j + Vec::together && some[end] == some[j];) ++end;
+      for (uint32_t rest = some[j]; rest;) {
+        const int first = lowest_bit(rest), last = first + lowest_bit(~(rest >> first));
+        parts[part_count++] = {first * kFew, min(n, last * kFew), j, end};
+        rest &= ~low_bits(last);
+      }
     }
   }
 
   // Scores that are plain products where some are blocked
-  void block(float* tile) {
-    const f blocked = Vec::set1(-INFINITY);
-    for (int p = 0; p < part_count; ++p)
-      for (int64_t s = parts[p].first; s < parts[p].last; ++s)
-        for (int j = parts[p].begin; j < parts[p].end; ++j) {
-          if (whole[s / kGroup] >> j & 1) continue;
+  void block(float* tile, int64_t from, int64_t n) {
+    for (int j = 0; j < used; ++j)
+      for (uint32_t edges = some[j] & ~whole[j]; edges; edges &= edges - 1) {
+        const int64_t first = lowest_bit(edges) * kFew;
+        for (int64_t s = first; s < min(n, first + kFew); ++s) {
           float* place = tile + (s * W + j) * N;
-          Vec::store(place, Vec::select(bits[s] >> (j * N), Vec::load(place), blocked));
+          const uint64_t allowed = range ? lanes_of(*range, j * N, from + s) : bits[s] >> (j * N);
+          Vec::store(place, Vec::select(allowed, Vec::load(place), Vec::set1(-INFINITY)));
         }
+      }
   }
 
   // What no part holds, where a reading looks at it all the same
   void fill_rest(float* tile, int64_t n, float value) {
-    int64_t done = 0;
-    auto fill = [&](int64_t first, int64_t last, int begin, int end) {
-      for (int64_t s = first; s < last; ++s)
-        for (int j = begin; j < end; ++j) Vec::store(tile + (s * W + j) * N, Vec::set1(value));
-    };
-    for (int p = 0; p < part_count; done = parts[p++].last) {
-      fill(done, parts[p].first, 0, W);
-      fill(parts[p].first, parts[p].last, 0, parts[p].begin), fill(parts[p].first, parts[p].last, parts[p].end, W);
-    }
-    fill(done, n, 0, W);
+    for (int j = 0; j < W; ++j)
+      for (int64_t s = 0; s < n; ++s)
+        if (j >= used || !(some[j] >> (s / kFew) & 1)) Vec::store(tile + (s * W + j) * N, Vec::set1(value));
   }
 
   template <int V>
@@ -167,22 +205,33 @@ struct Block {
     CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(most + j * N, now[j]);
   }
 
-  template <int V, bool entropy, bool two>
-  static void find_weights(float* tile, int64_t n, float unit, const float* most, float* total, float* spread) {
+  // Weights of scores, in place or as pairs of sources, or both.
+  template <class E, int V, bool entropy, bool two>
+  static void find_weights(float* tile, int64_t n, float unit, const float* most, float* total, float* spread,
+                           uint32_t* to_pairs, bool keep) {
+    constexpr int step = E::step;
     const f factor = Vec::set1(unit);
     f now[V], sum[V], more[V];
     CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
       now[j] = Vec::load(most + j * N), sum[j] = Vec::load(total + j * N);
       if (entropy) more[j] = Vec::load(spread + j * N);
     }
-    for (int64_t s = 0; s < n; ++s, tile += lanes)
+    auto weigh = [&](float* place, int j) {
+      const f below = Vec::fms(Vec::load(place), factor, now[j]);
+      const f weight = two ? Vec::exp2(below) : exp_of(below);
+      sum[j] = Vec::add(sum[j], weight);
+      if (entropy) more[j] = Vec::fma(weight, Vec::max(Vec::set1(-1000.f), below), more[j]);
+      if (keep) Vec::store(place, weight);
+      return weight;
+    };
+    int64_t s = 0;
+    for (; s + step <= n; s += step, tile += step * lanes, to_pairs += (step - 1) * lanes)
       CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
-        const f below = Vec::fms(Vec::load(tile + j * N), factor, now[j]);
-        const f weight = two ? Vec::exp2(below) : exp_of(below);
-        sum[j] = Vec::add(sum[j], weight);
-        if (entropy) more[j] = Vec::fma(weight, Vec::max(Vec::set1(-1000.f), below), more[j]);
-        Vec::store(tile + j * N, weight);
+        const f weight = weigh(tile + j * N, j);
+        if constexpr (step == 2) E::pack(to_pairs + j * N, weight, weigh(tile + lanes + j * N, j));
       }
+    if constexpr (step == 2)
+      for (int j = 0; s < n && j < V; ++j) E::pack(to_pairs + j * N, weigh(tile + j * N, j), Vec::zero());
     CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
       Vec::store(total + j * N, sum[j]);
       if (entropy) Vec::store(spread + j * N, more[j]);
@@ -195,7 +244,7 @@ struct Block {
     alignas(64) float most[lanes], sum[lanes], spread[lanes];
     for (int lane = 0; lane < lanes; ++lane) most[lane] = -INFINITY, sum[lane] = spread[lane] = 0;
     for (int p = 0; p < part_count; ++p)
-      with_vectors<W>(parts[p].end - parts[p].begin, [&](auto vectors) {
+      with_vectors<kMost>(parts[p].end - parts[p].begin, [&](auto vectors) {
         const int at = parts[p].begin * N;
         find_most<vectors>(tile + parts[p].first * lanes + at, parts[p].last - parts[p].first, most + at);
       });
@@ -213,12 +262,22 @@ struct Block {
       Vec::store(rescale + at, shrink), Vec::store(row_max + at, now);
     }
     for (int p = 0; p < part_count; ++p)
-      with_vectors<W>(parts[p].end - parts[p].begin, [&](auto vectors) {
+      with_vectors<kMost>(parts[p].end - parts[p].begin, [&](auto vectors) {
         const int at = parts[p].begin * N;
         float* first = tile + parts[p].first * lanes + at;
         const int64_t count = parts[p].last - parts[p].first;
-        if (base_two) find_weights<vectors, entropy, true>(first, count, unit, row_max + at, sum + at, spread + at);
-        else find_weights<vectors, entropy, false>(first, count, unit, row_max + at, sum + at, spread + at);
+        auto find = [&](auto how, auto two) {
+          using E = decltype(how);
+          find_weights<E, vectors, entropy, two>(first, count, unit, row_max + at, sum + at, spread + at,
+                                                 weight_pairs + parts[p].first / 2 * lanes + at,
+                                                 E::step == 1 || strip || careful || kept.some_dropped());
+        };
+        using Yes = std::true_type;
+        using No = std::false_type;
+#ifdef CLEARHEAD_DOTS
+        if (pairs) return base_two ? find(Pair(), Yes()) : find(Pair(), No());
+#endif
+        base_two ? find(Single(), Yes()) : find(Single(), No());
       });
     for (int at = 0; at < lanes; at += N) {
       Vec::store(row_sum + at, Vec::fma(Vec::load(row_sum + at), Vec::load(rescale + at), Vec::load(sum + at)));
@@ -283,31 +342,51 @@ struct Block {
 
   int64_t tile_begin;
   Place next;  // the block that this thread probably works on then
-  int64_t expected;
+  Ahead ahead;
 
-  // Asks for some rows that this block will write and the next one read: waiting for them at the
-  // ends of a block, one cache miss after the other, would take as long as half a tile.
-  void expect(int64_t rows) {
-    for (const int64_t stop = min(2 * lanes, expected + rows); expected < stop; ++expected) {
-      const int64_t row = expected % lanes;
-      if (expected < lanes && call.out.data && row < count)
-        expect_row<1>(call.out, call.type, batch, head, first + row, call.value_dim);
-      else if (expected >= lanes && next.first + row < call.query)
-        expect_row<0>(call.q, call.type, next.batch, next.head, next.first + row, call.head_dim);
+  void expect(const View& view, int64_t batch, int64_t head, int64_t first, int64_t last, int64_t width, bool write) {
+    const int64_t size = call.type == Type::f32 ? 4 : 2;
+    ahead.add(at(view, call.type, batch, head, first), view.position * size, last - first, width * size, write);
+  }
+
+  // What this block will write, and what the next one reads that this one does not.
+  void look_ahead() {
+    ahead = {};
+    if (call.out.data) expect(call.out, batch, head, first, first + count, call.value_dim, true);
+    if (next.first == first && next.head == head && next.batch == batch) return;
+    expect(call.q, next.batch, next.head, next.first, min(next.first + lanes, call.query), call.head_dim, false);
+    const int64_t other = next.head / (call.head / call.source_head);
+    const bool same = next.batch == batch && other == source_head;
+    if (!ranges.count && !same) expect_sources(other, 0, call.source);
+    for (int64_t r = 0; r < ranges.count; ++r) {
+      const int64_t place = next.batch * call.mask.range_batch + next.head * call.mask.range_head + next.first;
+      expect_sources(other, call.mask.start[r * call.mask.range_step + place], same ? ranges.all[r].first : call.source);
     }
+  }
+
+  // The first of these sources, for the next block
+  void expect_sources(int64_t head, int64_t begin, int64_t end) {
+    begin = max(0, begin) & ~(int64_t)1, end = min(end, begin + kTile);
+    if (begin >= end) return;
+    expect(call.k, next.batch, head, begin, end, call.head_dim, false);
+    if (!call.packed_v) return expect(call.v, next.batch, head, begin, end, call.value_dim, false);
+    ahead.add((const char*)packed_values(next.batch, head, begin), call.value_dim * 4, (end - begin) / 2, call.value_dim * 4, false);
+  }
+
+  const uint32_t* packed_values(int64_t batch, int64_t source_head, int64_t from) const {
+    return call.packed_v + ((batch * call.source_head + source_head) * ((call.source + 1) / 2) + from / 2) * call.value_dim;
   }
 
   void tile(int64_t from, int64_t n, Tile kind) {
     float* here = strip ? scores + tiles * kTile * lanes : scores;
     tile_begin = from;
-    cut(n, kind);
     dot(here, from, n);
     if (!plain) edit<W>(call, here, n, bias_tile, kind == Tile::partial ? bits : nullptr, nullptr);
-    else if (kind == Tile::partial) block(here);
-    const bool rest = kind == Tile::partial && (strip || call.top);
+    else if (kind == Tile::partial) block(here, from, n);
+    const bool rest = (kind == Tile::partial || used < W) && (strip || call.top);
     if (rest) fill_rest(here, n, -INFINITY);
     if (call.entropy) soften<true>(here, n); else soften<false>(here, n);
-    mix(kept.some_dropped() ? drop(here, from) : here, from, n, kind);
+    mix(kept.some_dropped() ? drop(here, from, n) : here, from, n, kind);
     if (rest) fill_rest(here, n, 0);
     if (strip) {
       std::memcpy(tile_max + tiles * lanes, row_max, sizeof(float) * lanes);
@@ -317,13 +396,14 @@ struct Block {
   }
 
   // What is read are the weights before dropout; what is mixed are these, which the scale is still to come to.
-  const float* drop(const float* weights, int64_t from) {
+  const float* drop(const float* weights, int64_t from, int64_t n) {
     for (int p = 0; p < part_count; ++p)
       for (int64_t s = parts[p].first; s < parts[p].last; ++s)
         for (int j = parts[p].begin; j < parts[p].end; ++j) {
           const int64_t place = (s * W + j) * N;
           Vec::store(kept_weights + place, Vec::select(kept.bits(j * N, from + s), Vec::load(weights + place), Vec::zero()));
         }
+    if (pairs) pair_weights(kept_weights, n);
     return kept_weights;
   }
 
@@ -333,41 +413,64 @@ struct Block {
     dot_parts<Single>(k.data, k.stride, packed, call.head_dim, here);
   }
 
+  // act(first, last) for chunks of [first, last) while something is still to be asked for in between.
+  template <int V, class Act>
+  void in_chunks(int64_t first, int64_t last, Act act) {
+    constexpr int64_t chunk = 2 * kRowsBy<V>;
+    for (; !ahead.done() && last - first > chunk; first += chunk) act(first, first + chunk), ahead.step();
+    act(first, last), ahead.step();
+  }
+
   template <class E>
   void dot_parts(const typename E::scalar* rows, int64_t stride, const typename E::packed* queries, int64_t depth, float* here) {
     for (int p = 0; p < part_count; ++p)
-      with_vectors<W>(parts[p].end - parts[p].begin, [&](auto vectors) {
-        const int64_t first = parts[p].first, at = parts[p].begin * N;
-        dot_part<E, vectors>(rows + first * stride, stride, parts[p].last - first, queries + at, lanes, depth, here + first * lanes + at);
+      with_vectors<kMost>(parts[p].end - parts[p].begin, [&](auto vectors) {
+        const int64_t at = parts[p].begin * N;
+        in_chunks<vectors>(parts[p].first, parts[p].last, [&](int64_t first, int64_t last) {
+          dot_part<E, vectors>(rows + first * stride, stride, last - first, queries + at, lanes, depth, here + first * lanes + at);
+        });
       });
   }
 
-  // Each vector's context is rescaled with the first part that adds to it.
+  // Each vector's context begins or is rescaled with the first part that adds to it.
   template <class E>
   void mix_parts(const typename E::scalar* values, int64_t stride, const typename E::packed* weights,
                  const uint64_t* allowed = nullptr) {
     alignas(64) float factor[lanes];
     std::memcpy(factor, rescale, sizeof factor);
     for (int p = 0; p < part_count; ++p)
-      with_vectors<W>(parts[p].end - parts[p].begin, [&](auto vectors) {
+      with_vectors<kMost>(parts[p].end - parts[p].begin, [&](auto vectors) {
         const int64_t first = parts[p].first / E::step, last = (parts[p].last + E::step - 1) / E::step, at = parts[p].begin * N;
+        const uint32_t mine = low_bits(parts[p].end) & ~low_bits(parts[p].begin);
+        const bool fresh = !allowed && !(begun & mine);
+        if (!fresh) begin_context(mine);
+        begun |= mine;
         if constexpr (E::step == 1)
           if (allowed)
             mix_selected_part(values + first * stride, stride, last - first, weights + first * lanes + at, lanes, vectors,
                               allowed + first, parts[p].begin, factor + at, call.value_dim, out + at);
         if (!allowed)
-          mix_part<E, vectors>(values + first * stride, stride, last - first, weights + first * lanes + at, lanes,
-                               factor + at, call.value_dim, out + at);
+          in_chunks<vectors>(0, call.value_dim, [&](int64_t begin, int64_t end) {
+            mix_part<E, vectors>(values + first * stride + begin * E::step, stride, last - first, weights + first * lanes + at,
+                                 lanes, fresh ? nullptr : factor + at, end - begin, out + begin * lanes + at);
+          });
         for (int64_t lane = at; lane < parts[p].end * N; ++lane) factor[lane] = 1;
       });
   }
 
+  // The context of those of these vectors that have none yet is 0.
+  void begin_context(uint32_t vectors) {
+    for (uint32_t rest = vectors & ~begun; rest; rest &= rest - 1)
+      for (int64_t i = 0; i < call.value_dim; ++i) Vec::store(out + (i * W + lowest_bit(rest)) * N, Vec::zero());
+    begun |= vectors;
+  }
+
   void mix(const float* weights, int64_t from, int64_t n, Tile kind) {
     const bool select = careful && kind == Tile::partial;
-    if (pairs && !select) return mix_pairs(weights, from, n);
+    if (pairs && !select) return mix_pairs(from);
     const Rows v = float_rows(call.v, call.type, batch, source_head, from, n, call.value_dim, convert);
     const bool finite = !select || all_finite<W>(v, n, call.value_dim);
-    if (pairs && finite) return mix_pairs(weights, from, n);
+    if (pairs && finite) return mix_pairs(from);
     mix_parts<Single>(v.data, v.stride, weights, finite ? nullptr : bits);
   }
 
@@ -377,49 +480,58 @@ struct Block {
     dot_parts<Pair>(k, call.k.position, packed_pairs, call.head_dim / 2, here);
   }
 
-  void mix_pairs(const float* weights, int64_t from, int64_t n) {
+  void pair_weights(const float* weights, int64_t n) {
     for (int p = 0; p < part_count; ++p)
       for (int64_t s = parts[p].first; s < parts[p].last; s += 2)
         for (int j = parts[p].begin; j < parts[p].end; ++j) {
-          const f low = Vec::load(weights + (s * W + j) * N);
-          const f high = s + 1 < n ? Vec::load(weights + ((s + 1) * W + j) * N) : Vec::zero();
-          Vec::store_pair(weight_pairs + (s / 2 * W + j) * N, low, high);
+          const float* low = weights + (s * W + j) * N;
+          Vec::store_pair(weight_pairs + (s / 2 * W + j) * N, Vec::load(low), s + 1 < n ? Vec::load(low + lanes) : Vec::zero());
         }
-    const int64_t pairs_of_sources = (call.source + 1) / 2;
-    const uint32_t* v = call.packed_v + ((batch * call.source_head + source_head) * pairs_of_sources + from / 2) * call.value_dim;
-    mix_parts<Pair>((const uint16_t*)v, 2 * call.value_dim, weight_pairs);
+  }
+
+  void mix_pairs(int64_t from) {
+    mix_parts<Pair>((const uint16_t*)packed_values(batch, source_head, from), 2 * call.value_dim, weight_pairs);
   }
 #else
   void dot_pairs(float*, int64_t) {}
-  void mix_pairs(const float*, int64_t, int64_t) {}
+  void pair_weights(const float*, int64_t) {}
+  void mix_pairs(int64_t) {}
 #endif
 
   void run() {
     ranges = ranges_of(call.mask, batch, head, first, count, lanes, call.source);
     read_tiles();
-    if (spoiled() && some_blocked) careful = true, read_tiles();
+    // A value that is not finite spoils the rows that may not read it too, by 0 * NaN.
+    if (spoiled && some_blocked) careful = true, read_tiles();
     finish();
-  }
-
-  // A value that is not finite spoils the rows that may not read it too, by 0 * NaN.
-  bool spoiled() const {
-    uint64_t bad = 0;
-    for (int64_t i = 0; i < call.value_dim * W; ++i) bad |= Vec::not_finite(Vec::load(out + i * N));
-    return bad;
   }
 
   void read_tiles() {
     start();
     const int64_t last = min(call.source, (ranges.last + 1) & ~(int64_t)1);  // whole pairs
     const int64_t begin = ranges.first & ~(int64_t)7;
-    const int64_t late = max(begin, last - 4 * kTile), rows_a_tile = 2 * lanes * kTile / max(1, last - late) + 1;
+    // Not too long before they are needed, or they would be gone again.
+    const int64_t late = max(begin, last - 4 * kTile), tiles_left = max(1, (last - late) / kTile);
+    look_ahead();
     for (int64_t from = begin; from < last; from += kTile) {
-      if (from >= late) expect(rows_a_tile);
+      if (from >= late && ahead.waits()) ahead.start(tiles_left * (kTile + call.value_dim) / 8);
       const int64_t n = min(kTile, last - from);
-      const Tile kind = allow(from, n, bits);
+      const Tile kind = look(from, n);
       if (kind != Tile::empty) tile(from, n, kind);
       some_blocked |= kind == Tile::partial;
     }
+    begin_context(low_bits(W));
+    spoiled = !all_finite_context();
+  }
+
+  bool all_finite_context() const {
+    f sum[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};  // of zeros, or NaN
+    const int64_t count = call.value_dim * W;
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4)
+      CLEARHEAD_UNROLL for (int k = 0; k < 4; ++k) sum[k] = Vec::fma(Vec::load(out + (i + k) * N), Vec::zero(), sum[k]);
+    for (; i < count; ++i) sum[0] = Vec::fma(Vec::load(out + i * N), Vec::zero(), sum[0]);
+    return !Vec::not_finite(Vec::add(Vec::add(sum[0], sum[1]), Vec::add(sum[2], sum[3])));
   }
 
   void finish() {
@@ -431,7 +543,8 @@ struct Block {
   }
 
   bool is_odd() const {
-    bool bad = out_of_range || spoiled();
+    bool bad = out_of_range || spoiled;
+    if (bad || surely_even()) return bad;
     for (int64_t lane = 0; lane < count; ++lane) {
       bool seen = !ranges.count;
       for (int64_t r = 0; r < ranges.count; ++r) seen |= ranges.all[r].start[lane] < ranges.all[r].stop[lane];
@@ -440,22 +553,52 @@ struct Block {
     return bad;
   }
 
-  void write_context() {
-    for (int64_t i = 0; i < call.value_dim * W; ++i) {
-      const f scale = Vec::mul(Vec::load(rescale + i % W * N), Vec::set1(kept.scale()));
-      Vec::store(out + i * N, Vec::mul(Vec::load(out + i * N), scale));
+  // As nearly always: every row has a sum and a maximum well inside the range.
+  bool surely_even() const {
+    const f zero = Vec::zero(), limit = Vec::set1(1e7f);
+    uint64_t even = lane_mask(N);
+    for (int at = 0; at < used * N; at += N) {
+      const f sum = Vec::load(row_sum + at), top = Vec::load(row_max + at);
+      even &= Vec::greater(sum, zero) & ~Vec::not_finite(sum);
+      even &= Vec::greater(limit, top) & Vec::greater(top, Vec::sub(zero, limit));
     }
+    return even == lane_mask(N);
+  }
+
+  void write_context() {
+    alignas(64) float factor[lanes];
+    for (int lane = 0; lane < lanes; ++lane) factor[lane] = rescale[lane] * kept.scale();
+    auto scaled = [this, &factor](int64_t i, int64_t lane) {
+      return Vec::mul(Vec::load(out + i * lanes + lane), Vec::load(factor + lane));
+    };
+    const int64_t stride = call.out.position;
+    char* to = (char*)at(call.out, call.type, batch, head, first);
+    const bool whole = count % N == 0;
+    if (whole && call.type == Type::f32 && call.value_dim % N == 0)
+      transpose_whole(call.value_dim, count, scaled, (float*)to, stride);
+#ifdef CLEARHEAD_DOTS
+    else if (whole && call.type == Type::bf16 && call.value_dim % (2 * N) == 0 && stride % 2 == 0)
+      transpose_whole(call.value_dim / 2, count, [=](int64_t i, int64_t lane) {
+        return Vec::pair_of(scaled(2 * i, lane), scaled(2 * i + 1, lane));
+      }, (float*)to, stride / 2);
+#endif
+    else
+      write_rows_of_context(scaled);
+    const int64_t size = call.type == Type::f32 ? 4 : 2;
+    for (int64_t lane = 0; lane < count; ++lane)
+      if (row_sum[lane] == 0) std::memset(to + lane * stride * size, 0, size * call.value_dim);
+  }
+
+  template <class Scaled>
+  void write_rows_of_context(Scaled scaled) {
+    for (int64_t i = 0; i < call.value_dim; ++i)
+      for (int lane = 0; lane < lanes; lane += N) Vec::store(out + i * lanes + lane, scaled(i, lane));
     const bool direct = call.type == Type::f32;
     float* rows = direct ? (float*)at(call.out, call.type, batch, head, first) : packed;  // packed has served
     const int64_t stride = direct ? call.out.position : call.value_dim;
     transpose(out, lanes, call.value_dim, count, rows, stride);
-    for (int64_t lane = 0; lane < count; ++lane) {
-      float* row = rows + lane * stride;
-      if (row_sum[lane] == 0) std::memset(row, 0, sizeof(float) * call.value_dim);
-      if (direct) continue;
-      auto* to = (uint16_t*)at(call.out, call.type, batch, head, first + lane);
-      to_halves(row, call.value_dim, call.type, to);
-    }
+    for (int64_t lane = 0; lane < count && !direct; ++lane)
+      to_halves(rows + lane * stride, call.value_dim, call.type, (uint16_t*)at(call.out, call.type, batch, head, first + lane));
   }
 
   void write_statistics() {
@@ -636,6 +779,7 @@ void forward_block(const Forward& call, Arena arena, Place here, Place next, int
   block.batch = here.batch, block.head = here.head;
   block.source_head = block.head / (call.head / call.source_head);
   block.first = here.first, block.count = min(W * N, call.query - here.first), block.slot = slot;
+  block.used = (int)((block.count + N - 1) / N);
   block.next = next;
   block.run();
 }

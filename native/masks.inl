@@ -4,11 +4,16 @@ namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-// Some range of each query of a block, one lane each, and what the queries have in common.
-struct Range {
+// What several queries have in common of a range
+struct Common {
+  int32_t first, last;            // outside [first, last) nothing is allowed
+  int32_t full_first, full_last;  // inside [full_first, full_last) everything is
+};
+
+// Some range of each query of a block, one lane each.
+struct Range : Common {
   int32_t start[kWide], stop[kWide];
-  int64_t first, last;            // outside [first, last) nothing is allowed
-  int64_t full_first, full_last;  // inside [full_first, full_last) everything is
+  Common vectors[Vec::wide];
 };
 
 struct Ranges {
@@ -16,14 +21,35 @@ struct Ranges {
   int64_t count, first, last;
 };
 
-void fill_range(const int32_t* start, const int32_t* stop, int64_t count, int64_t lanes, int64_t source, Range& range) {
-  range.first = source, range.last = 0, range.full_first = 0, range.full_last = source;
+inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
+
+inline __attribute__((always_inline)) Common common_of(const int32_t* start, const int32_t* stop, int64_t lanes, int32_t end) {
+  Common all = {end, 0, 0, end};
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t at = min(lane, count - 1);
-    const int64_t from = max(0, min(start[at], source)), to = max(from, min(stop[at], source));
-    range.start[lane] = (int32_t)from, range.stop[lane] = (int32_t)to;
-    if (from < to) range.first = min(range.first, from), range.last = max(range.last, to);
-    range.full_first = max(range.full_first, from), range.full_last = min(range.full_last, to);
+    const int32_t from = start[lane], to = stop[lane];
+    all.first = least(all.first, from < to ? from : end), all.last = most(all.last, from < to ? to : 0);
+    all.full_first = most(all.full_first, from), all.full_last = least(all.full_last, to);
+  }
+  return all;
+}
+
+void fill_range(const int32_t* start, const int32_t* stop, int64_t count, int64_t lanes, int64_t source, Range& range) {
+  const int32_t end = (int32_t)source;
+  for (int64_t lane = 0; lane < min(count, lanes); ++lane) {
+    const int32_t from = most(0, least(start[lane], end));
+    range.start[lane] = from, range.stop[lane] = most(from, least(stop[lane], end));
+  }
+  for (int64_t lane = count; lane < lanes; ++lane)
+    range.start[lane] = range.start[count - 1], range.stop[lane] = range.stop[count - 1];
+  (Common&)range = {end, 0, 0, end};
+  for (int64_t at = 0; at < lanes; at += N) {
+    const int32_t *from = range.start + at, *to = range.stop + at;
+    // a constant number of lanes is a few instructions
+    const Common one = lanes - at >= N ? common_of(from, to, N, end) : common_of(from, to, lanes - at, end);
+    range.vectors[at / N] = one;
+    range.first = least(range.first, one.first), range.last = most(range.last, one.last);
+    range.full_first = most(range.full_first, one.full_first), range.full_last = least(range.full_last, one.full_last);
   }
 }
 
@@ -41,17 +67,18 @@ Ranges ranges_of(const Edges& mask, int64_t batch, int64_t head, int64_t first, 
   return result;
 }
 
+// The lanes of a vector that may read a source by this range
+inline uint64_t lanes_of(const Range& range, int64_t at, int64_t source) {
+  const auto here = Vec::set1_int((int32_t)source);
+  return Vec::greater_int(Vec::load_int(range.stop + at), here) & ~Vec::greater_int(Vec::load_int(range.start + at), here);
+}
+
 // Sets in bits[s] the lanes that may read source `first + s` by this range
 template <int W>
 void add_bits_of_range(const Range& range, int64_t first, int64_t count, uint64_t* bits) {
   for (int64_t s = 0; s < count; ++s) {
     uint64_t result = 0;
-    const auto here = Vec::set1_int((int32_t)(first + s));
-    for (int j = 0; j < W; ++j) {
-      const uint64_t before = Vec::greater_int(Vec::load_int(range.start + j * N), here);
-      const uint64_t inside = Vec::greater_int(Vec::load_int(range.stop + j * N), here);
-      result |= (inside & ~before) << (j * N);
-    }
+    for (int j = 0; j < W; ++j) result |= lanes_of(range, j * N, first + s) << (j * N);
     bits[s] |= result;
   }
 }

@@ -24,6 +24,7 @@ struct Pair {
   static vec broadcast(const scalar* p) { return Vec::set1_pair(p); }
   static vec load(const packed* p) { return Vec::load_pair(p); }
   static f mac(vec a, vec b, f c) { return Vec::dot(a, b, c); }
+  static void pack(packed* p, f low, f high) { Vec::store_pair(p, low, high); }
 };
 #endif
 
@@ -33,9 +34,13 @@ struct Pair {
 template <int V>
 constexpr int kRowsBy = V == 1 ? Vec::rows_by_one : V == 2 ? Vec::rows_by_two : V == 3 ? Vec::rows : Vec::rows_by_four;
 
+// The loops stand on their own: inlined they share registers with what is around them, and where there are
+// 16 the compiler then loads a vector again for each multiply-add, or keeps sums in memory.
+#define CLEARHEAD_ALONE __attribute__((noinline))
+
 // result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and V vectors of the `lanes`
 template <class E, int R, int V>
-inline void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed, int64_t lanes,
+CLEARHEAD_ALONE void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed, int64_t lanes,
                      int64_t depth, float* result) {
   f sum[R][V];
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
@@ -70,9 +75,10 @@ void dot_tile(const typename E::scalar* rows, int64_t stride, int64_t count, con
   dot_part<E, W>(rows, stride, count, packed, W * N, depth, result);
 }
 
-// out[r][lane] = out[r][lane] * rescale[lane] + sum_s weights[s][lane] * values[s][r], for R features
+// out[r][lane] = out[r][lane] * rescale[lane] + sum_s weights[s][lane] * values[s][r], for R features;
+// without `rescale` the sum alone
 template <class E, int R, int V>
-inline void mix_rows(const typename E::scalar* values, int64_t stride, int64_t count,
+CLEARHEAD_ALONE void mix_rows(const typename E::scalar* values, int64_t stride, int64_t count,
                      const typename E::packed* weights, int64_t lanes, const float* rescale, float* out) {
   f sum[R][V];
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
@@ -89,7 +95,7 @@ inline void mix_rows(const typename E::scalar* values, int64_t stride, int64_t c
   CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
     CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
       float* place = out + r * lanes + j * N;
-      Vec::store(place, Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum[r][j]));
+      Vec::store(place, rescale ? Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum[r][j]) : sum[r][j]);
     }
 }
 

@@ -13,7 +13,8 @@ struct Vec {
   static constexpr int lanes = 8;
   static constexpr int rows = 4;  // 4 x 3 accumulators, 3 loads and a broadcast: 16 registers
   static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
-  static constexpr int vectors = 3, wide = 3;
+  static constexpr int vectors = 3, wide = 6;
+  static constexpr int together = 3;  // vectors that a micro-kernel takes at most
   static constexpr int outer = 2;  // vectors of features in the outer-product kernel
   using f = __m256;
   using i = __m256i;
@@ -88,12 +89,12 @@ struct Vec {
     return true;
   }
 
-  // to[j][i] = from[i][j], 8 x 8
-  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  // to[j][i] = row(i)[j], 8 x 8
+  template <class Row>
+  static void transpose(Row row, float* to, int64_t to_stride) {
     f b[8];
     for (int k = 0; k < 8; k += 4) {
-      const float* r = from + k * from_stride;
-      const f a0 = load(r), a1 = load(r + from_stride), a2 = load(r + 2 * from_stride), a3 = load(r + 3 * from_stride);
+      const f a0 = row(k), a1 = row(k + 1), a2 = row(k + 2), a3 = row(k + 3);
       const f ab_low = _mm256_unpacklo_ps(a0, a1), ab_high = _mm256_unpackhi_ps(a0, a1);
       const f cd_low = _mm256_unpacklo_ps(a2, a3), cd_high = _mm256_unpackhi_ps(a2, a3);
       b[k] = _mm256_shuffle_ps(ab_low, cd_low, 0x44), b[k + 1] = _mm256_shuffle_ps(ab_low, cd_low, 0xee);
@@ -109,8 +110,9 @@ struct Vec {
   static f exp2(f x) {
     x = _mm256_max_ps(set1(-127.f), x);  // a NaN stays
     x = _mm256_min_ps(set1(128.f), x);
-    const f n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const f r = sub(x, n);
+    const f magic = set1(12582912.f + 127);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    const f shifted = add(x, magic);
+    const f r = sub(x, sub(shifted, magic));
     f p = set1(0x1.41fbbcp-13f);
     p = fma(p, r, set1(0x1.5f3e54p-10f));
     p = fma(p, r, set1(0x1.3b2d4cp-7f));
@@ -118,8 +120,8 @@ struct Vec {
     p = fma(p, r, set1(0x1.ebfbdcp-3f));
     p = fma(p, r, set1(0x1.62e430p-1f));
     p = fma(p, r, set1(1.0f));
-    const i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));  // 0 for n = -127
+    const i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);  // 0 for -127, infinity for 128
+    return mul(p, _mm256_castsi256_ps(exponent));
   }
 
   static constexpr bool has_dots = false;

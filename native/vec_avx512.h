@@ -14,6 +14,7 @@ struct Vec {
   static constexpr int rows = 4;     // of the micro-kernels
   static constexpr int rows_by_one = 8, rows_by_two = 8, rows_by_four = 4;
   static constexpr int vectors = 3, wide = 4;
+  static constexpr int together = 4;  // vectors that a micro-kernel takes at most
   static constexpr int outer = 4;  // vectors of features in the outer-product kernel
   using f = __m512;
   using i = __m512i;
@@ -88,10 +89,11 @@ struct Vec {
     return true;
   }
 
-  // to[j][i] = from[i][j], 16 x 16
-  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  // to[j][i] = row(i)[j], 16 x 16
+  template <class Row>
+  static void transpose(Row row, float* to, int64_t to_stride) {
     f a[16], b[16];
-    for (int k = 0; k < 16; ++k) a[k] = load(from + k * from_stride);
+    for (int k = 0; k < 16; ++k) a[k] = row(k);
     for (int k = 0; k < 16; k += 4) {
       const f ab_low = _mm512_unpacklo_ps(a[k], a[k + 1]), ab_high = _mm512_unpackhi_ps(a[k], a[k + 1]);
       const f cd_low = _mm512_unpacklo_ps(a[k + 2], a[k + 3]), cd_high = _mm512_unpackhi_ps(a[k + 2], a[k + 3]);
@@ -139,11 +141,12 @@ struct Vec {
     _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(both, 1));
   }
   // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
-  static void store_pair(uint32_t* p, f low, f high) {
+  static f pair_of(f low, f high) {
     const __m512i order = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
   }
+  static void store_pair(uint32_t* p, f low, f high) { store((float*)p, pair_of(low, high)); }
 #else
   static constexpr bool has_dots = false;
 #endif

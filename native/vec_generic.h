@@ -15,6 +15,7 @@ struct Vec {
   static constexpr int rows = 4;
   static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
   static constexpr int vectors = 3, wide = 3;
+  static constexpr int together = 3;  // vectors that a micro-kernel takes at most
   static constexpr int outer = 2;  // vectors of features in the outer-product kernel
   typedef float f __attribute__((vector_size(16)));
   typedef int32_t i __attribute__((vector_size(16)));
@@ -80,10 +81,11 @@ struct Vec {
   // false where the verb has no such conversion
   static bool store_as_half(uint16_t*, f, Type) { return false; }
 
-  // to[j][i] = from[i][j], 4 x 4
-  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-    for (int k = 0; k < 4; ++k)
-      for (int j = 0; j < 4; ++j) to[j * to_stride + k] = from[k * from_stride + j];
+  // to[j][i] = row(i)[j], 4 x 4
+  template <class Row>
+  static void transpose(Row row, float* to, int64_t to_stride) {
+    const f a[4] = {row(0), row(1), row(2), row(3)};
+    for (int j = 0; j < 4; ++j) store(to + j * to_stride, f{a[0][j], a[1][j], a[2][j], a[3][j]});
   }
 
   // 2^x, at most 2 ulp off where the result is normal; zero below -126, NaN for NaN.
