@@ -15,6 +15,7 @@ struct Vec {
   static constexpr int rows = 8;  // 8 x 3 accumulators, 3 loads and a broadcast: 28 of 32 registers
   static constexpr int rows_by_one = 16, rows_by_two = 12, rows_by_four = 6;
   static constexpr int vectors = 3, wide = 4;
+  static constexpr int together = 4;  // vectors that a micro-kernel takes at most
   static constexpr int outer = 4;  // vectors of features in the outer-product kernel
   using f = float32x4_t;
   using i = int32x4_t;
@@ -80,9 +81,10 @@ struct Vec {
     return true;
   }
 
-  // to[j][i] = from[i][j], 4 x 4
-  static void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-    const f a = load(from), b = load(from + from_stride), c = load(from + 2 * from_stride), d = load(from + 3 * from_stride);
+  // to[j][i] = row(i)[j], 4 x 4
+  template <class Row>
+  static void transpose(Row row, float* to, int64_t to_stride) {
+    const f a = row(0), b = row(1), c = row(2), d = row(3);
     const float64x2_t ab_even = vreinterpretq_f64_f32(vtrn1q_f32(a, b)), ab_odd = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
     const float64x2_t cd_even = vreinterpretq_f64_f32(vtrn1q_f32(c, d)), cd_odd = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
     store(to, vreinterpretq_f32_f64(vtrn1q_f64(ab_even, cd_even)));
@@ -123,10 +125,11 @@ struct Vec {
     vst1_u16(second, vreinterpret_u16_bf16(vcvt_bf16_f32(high)));
   }
   // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
-  static void store_pair(uint32_t* p, f low, f high) {
-    const uint16x4x2_t both = {{vreinterpret_u16_bf16(vcvt_bf16_f32(low)), vreinterpret_u16_bf16(vcvt_bf16_f32(high))}};
-    vst2_u16((uint16_t*)p, both);
+  static f pair_of(f low, f high) {
+    const uint16x4_t a = vreinterpret_u16_bf16(vcvt_bf16_f32(low)), b = vreinterpret_u16_bf16(vcvt_bf16_f32(high));
+    return vreinterpretq_f32_u16(vcombine_u16(vzip1_u16(a, b), vzip2_u16(a, b)));
   }
+  static void store_pair(uint32_t* p, f low, f high) { store((float*)p, pair_of(low, high)); }
 #else
   static constexpr bool has_dots = false;
 #endif
