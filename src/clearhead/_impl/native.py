@@ -37,7 +37,8 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
     """Say why the kernel cannot serve the call."""
     if _kernel._native is None:
         return [f"the compiled kernel is not there: {_kernel.MISSING}"]
-    tracing = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # `is_exporting()` is always true while torch 2.10 compiles.
+    tracing = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
     reasons = [] if tracing else watchers()
     query, key, value = problem.query, problem.key, problem.value
     if not query.is_cpu:
