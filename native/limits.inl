@@ -16,42 +16,50 @@ struct Softmax {
   }
 };
 
-// After every `apart` multiply-adds comes one vector of scores; 0 for none.
-template <class E>
+// Sums that wait only for themselves. With `apart` a vector of scores comes after so many multiply-adds.
+template <class E, bool softmax>
 void multiply_add(int64_t rounds, int64_t apart, float* sink) {
   f sum[kChains];
   _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
   typename E::packed numbers[N] = {};
   const typename E::vec x = E::load(numbers);
-  Softmax softmax{sum[0]};
-  int64_t left = apart ? apart : rounds * kChains;
-  for (int64_t r = 0; r < rounds; ++r) {
-    _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = E::mac(x, x, sum[c]);
-    for (left -= kChains; left < 0; left += apart) softmax.step();
+  Softmax scores{sum[0]};
+  for (int64_t done = 0, left = 0; done < rounds;) {
+    const int64_t stop = softmax ? min(rounds, done + max(1, (left + apart) / kChains)) : rounds;
+    left += apart - (stop - done) * kChains;
+    for (; done < stop; ++done) {
+      _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = E::mac(x, x, sum[c]);
+    }
+    if (softmax) scores.step();
   }
   _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sink[c] = Vec::sum(sum[c]);
-  sink[0] += Vec::sum(softmax.total);
+  if (softmax) sink[0] += Vec::sum(scores.total);
 }
 
 // Runs so many rounds, with one exponential for every `each` multiply-adds (0: none), and returns how
 // many floating-point operations the multiply-adds were.
-double peak(int64_t rounds, int64_t each, bool pairs) {
+template <class E>
+double peak_of(int64_t rounds, int64_t each) {
   // Every chain begins with a number of its own that the compiler cannot know, or it would run those
   // that are alike once for all.
   volatile float zero = 0;
   float sink[kChains];
   for (float& number : sink) number = zero;
-#ifdef CLEARHEAD_DOTS
-  if (pairs) multiply_add<Pair>(rounds, each / 2, sink);
-  else multiply_add<Single>(rounds, each, sink);
-#else
-  pairs = false;
-  multiply_add<Single>(rounds, each, sink);
-#endif
+  const int64_t apart = each / E::step;
+  if (apart) multiply_add<E, true>(rounds, apart, sink);
+  else multiply_add<E, false>(rounds, 0, sink);
   // And every chain counts, or it would leave out those that nobody looks at.
   volatile float keep = 0;
   for (float number : sink) keep = keep + number;
-  return 2.0 * rounds * kChains * N * (pairs ? 2 : 1);
+  return 2.0 * rounds * kChains * N * E::step;
+}
+
+double peak(int64_t rounds, int64_t each, bool pairs) {
+#ifdef CLEARHEAD_DOTS
+  if (pairs) return peak_of<Pair>(rounds, each);
+#endif
+  (void)pairs;
+  return peak_of<Single>(rounds, each);
 }
 
 }  // namespace

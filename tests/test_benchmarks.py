@@ -142,12 +142,14 @@ def test_the_bound_is_of_multiply_adds_with_softmax_and_of_a_yardstick() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_and_bound_are_of_the_same_multiply_adds(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("each", [0, 1, 2 * 64])
+def test_a_call_does_as_many_multiply_adds_as_it_says(dtype: torch.dtype, each: int) -> None:
     native = machine.kernel()
     if native is None:
         pytest.skip("the kernel is not compiled")
     pairs = dtype == torch.bfloat16
-    assert native.peak(1000, 0, pairs) == native.peak(1000, 2 * 64, pairs) > 0
+    small, large = (native.peak(rounds, each, pairs) for rounds in (1000, 3000))
+    assert 0 < 3 * small == large
 
 
 @pytest.mark.parametrize(
