@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
 from clearhead import masks, readings
@@ -135,6 +136,55 @@ class TestFunc:
 
         each = torch.vmap(torch.func.grad(loss))(q, k, v)
         same(each, torch.func.grad(loss)(q, k, v))
+
+
+class TestManyGradients:
+    """Where one tensor stands for several gradients, only plain operations can take it on."""
+
+    @pytest.mark.parametrize("read", [None, readings.Entropy(), readings.Scores()], ids=str)
+    @pytest.mark.parametrize("again", [False, True])
+    def test_each_is_as_alone(self, implementation: Any, read: Any, again: bool) -> None:
+        draw = torch.Generator().manual_seed(1)
+        leaves = [x.requires_grad_() for x in inputs()]
+        leaves += [torch.randn(s, generator=draw).requires_grad_() for s in ((5, 5), (2,))]
+        answer = implementation(
+            *leaves[:3], masks.causal(), read=read, bias=leaves[3], sinks=leaves[4], dropout=0.3
+        )
+        outputs = tree_leaves(answer)
+        many = [torch.randn(3, *x.shape, generator=draw) for x in outputs]
+
+        def pull(*given: Tensor, **how: Any) -> Any:
+            return torch.autograd.grad(
+                outputs, leaves, given, retain_graph=True, create_graph=again, **how
+            )
+
+        alone = [pull(*(x[n] for x in many)) for n in range(3)]
+        right = [torch.stack(x) for x in zip(*alone, strict=True)]
+        same(pull(*many, is_grads_batched=True), right)
+        same(torch.vmap(pull)(*many), right)
+
+    def test_a_jacobian_at_once(self, implementation: Any) -> None:
+        query, key, value = inputs()
+        jacobian = functools.partial(
+            torch.autograd.functional.jacobian, lambda x: implementation(x, key, value), query
+        )
+        same(jacobian(vectorize=True), jacobian())
+
+
+@pytest.mark.parametrize("read", [(), (readings.Entropy(), readings.TopK(2), readings.Overlap())])
+def test_checkpoints(implementation: Any, read: Any) -> None:
+    def gradients(again: bool) -> list[Tensor]:
+        def call(*given: Tensor) -> list[Tensor]:
+            answer = implementation(*given, masks.causal(), read=read, dropout=0.3)
+            return [x for x in tree_leaves(answer) if x.is_floating_point()]
+
+        torch.manual_seed(0)
+        leaves = [x.requires_grad_() for x in inputs()]
+        outputs = checkpoint(call, *leaves, use_reentrant=False) if again else call(*leaves)
+        torch.stack([x.square().sum() for x in outputs]).sum().backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    same(gradients(again=True), gradients(again=False))
 
 
 class TestDoubleBackward:

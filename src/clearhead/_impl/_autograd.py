@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead._impl.problem import Problem
 
-__all__ = ["bare", "filled", "pull", "tensors_of", "wants_gradient"]
+__all__ = ["bare", "filled", "pull", "tensors_of", "wants_gradient", "wrapped"]
 
 FIELDS = ("query", "key", "value", "bias", "sinks")
 
@@ -27,6 +27,16 @@ def wants_gradient(problem: Problem) -> bool:
     if problem.query.requires_grad or problem.key.requires_grad or problem.value.requires_grad:
         return True
     return any(x is not None and x.requires_grad for x in (problem.bias, problem.sinks))
+
+
+def wrapped(gradients: Sequence[Any]) -> bool:
+    """Whether only plain operations can take these gradients on, which are more than numbers.
+
+    As where one stands for several: torch.vmap, `is_grads_batched`, jacobian's `vectorize`.
+    """
+    ask: Any = torch._C._functorch  # pyright: ignore
+    kinds = ask.is_legacy_batchedtensor, ask.is_functorch_wrapped_tensor
+    return any(x is not None and any(kind(x) for kind in kinds) for x in gradients)
 
 
 def bare(problem: Problem) -> Problem:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from clearhead._impl import _changes, _gradients, _kernel, _traced
-from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient
+from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient, wrapped
 from clearhead._impl.problem import Problem, default_scale, watchers
 from clearhead.readings import BlockMapValue, Reading
 
@@ -54,7 +54,20 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
     for extra in (problem.bias, problem.sinks):
         if extra is not None and type(extra) not in PLAIN:
             reasons.append("bias or sinks are a tensor subclass")
+    if not (reasons or tracing or all(map(_lies_in_memory, tensors_of(problem)))):
+        reasons.append("an input does not lie in memory as its numbers, each at its own place")
     return reasons
+
+
+def _lies_in_memory(x: Tensor | None) -> bool:
+    """Whether there are numbers to read, unlike in some wrappers of torch, at aligned addresses."""
+    if x is None:
+        return True
+    try:
+        place = x.data_ptr()
+    except RuntimeError:
+        return False
+    return place % x.element_size() == 0 and (place != 0 or not x.numel())
 
 
 def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | None:
@@ -154,21 +167,27 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any):
-        needs, problem = ctx.needs_input_grad[3:], filled(ctx.problem, ctx.saved_tensors[:5])
-        if torch.is_grad_enabled():
+        # Asked for once: where torch.utils.checkpoint makes them again, it does so once.
+        saved = ctx.saved_tensors
+        needs, problem = ctx.needs_input_grad[3:], filled(ctx.problem, saved[:5])
+        if wrapped(gradients):
+            found = _through(spec, problem, ctx.read, gradients, needs)
+        elif torch.is_grad_enabled():
             found = _through_rest(problem, ctx.read, gradients, needs)
         else:
-            found = _gradient(problem, ctx, gradients, needs)
+            found = _gradient(problem, ctx, saved, gradients, needs)
         return None, None, None, *found
 
 
-def _gradient(problem: Problem, ctx: Any, gradients: Any, needs: Any) -> list[Tensor | None]:
+def _gradient(
+    problem: Problem, ctx: Any, saved: Any, gradients: Any, needs: Any
+) -> list[Tensor | None]:
     """The gradients of the tensors of a problem, by the kernel as far as it has them."""
     outer, *flat = gradients
-    context, lse, softmax = ctx.saved_tensors[5:8]
+    context, lse, softmax, *kept = saved[5:]
     handed, changes, others = _kernel.Inputs(problem), None, []
     if any(x is not None for x in flat):
-        changes, others = _shares(ctx, handed, lse, flat)
+        changes, others = _shares(ctx, handed, lse, kept, flat)
     found: list[Tensor | None] = [None] * 5
     if outer is not None or changes is not None:
         out = _kernel.four(context)
@@ -183,12 +202,12 @@ def _gradient(problem: Problem, ctx: Any, gradients: Any, needs: Any) -> list[Te
 
 
 def _shares(
-    ctx: Any, inputs: _kernel.Inputs, lse: Tensor, flat: Any
+    ctx: Any, inputs: _kernel.Inputs, lse: Tensor, values: list[Tensor], flat: Any
 ) -> tuple[_changes.Changes | None, list[tuple[Reading, Any]]]:
     """The gradients of the readings: those that the kernel takes, and the others."""
     changes, others = None, []
     taken = _changes.taken(inputs, ctx.read)
-    kept = iter(ctx.saved_tensors[8:])
+    kept = iter(values)
     for reading, share in zip(ctx.read, pytree.tree_unflatten(flat, ctx.spec), strict=True):
         value = _changes.value(reading, kept) if type(reading) in _changes.KEPT else None
         if not any(x is not None for x in pytree.tree_leaves(share)):
@@ -204,14 +223,21 @@ def _shares(
 def _through_rest(
     problem: Problem, read: tuple[Reading, ...], gradients: Any, needs: Any
 ) -> list[Tensor | None]:
-    """The same gradients by the next implementation, which computes the call again."""
+    """The same gradients by the next implementation."""
+    return _through(rest, problem, read, gradients, needs)
+
+
+def _through(
+    other: Any, problem: Problem, read: tuple[Reading, ...], gradients: Any, needs: Any
+) -> list[Tensor | None]:
+    """Gradients by another implementation, which computes the call again."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # One tensor may be query, key and value at once: each alias has its own gradient.
         aliases = [
             x.view_as(x) if x is not None and x.requires_grad else x for x in tensors_of(problem)
         ]
-        context, values = rest.attend(filled(problem, aliases), read)
+        context, values = other.attend(filled(problem, aliases), read)
         return pull([context, *pytree.tree_leaves(values)], gradients, aliases, needs, again)
 
 

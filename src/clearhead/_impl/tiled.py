@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from clearhead import readings
 from clearhead._fold import Blocks, PerQuery, Strip
 from clearhead._impl import _fused, _stream
-from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient
+from clearhead._impl._autograd import bare, filled, pull, tensors_of, wants_gradient, wrapped
 from clearhead._impl._strips import Piece, height_for, mix, plan, take, take_bias, weigh
 from clearhead._impl.problem import Problem, watchers
 from clearhead.readings import BlockMapValue, Reading
@@ -157,7 +157,7 @@ class _Tiled(torch.autograd.Function):
         problem = filled(ctx.problem, inputs)
         outer, *flat = gradients
         needs = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or wrapped(gradients):
             found = _whole_gradient(problem, ctx.read, gradients, needs)
         elif _fused.differentiates(problem, lse, gradients):
             found = (*_fused.gradient(problem, context, lse, outer), None, None)
@@ -173,14 +173,16 @@ def _whole_gradient(
     problem: Problem, read: tuple[Reading, ...], gradients: tuple[Any, ...], needs: Any
 ) -> list[Tensor | None]:
     """The gradient as a differentiable function of inputs and gradients, in one strip."""
-    # One tensor may be query, key and value at once: each alias has its own gradient.
-    inputs = [None if x is None else x.view_as(x) for x in tensors_of(problem)]
-    call = _Call(filled(problem, inputs))
-    (piece,) = call.pieces(whole=True)
-    strip, allowed = call.weigh(piece)
-    values = [reading.finish(reading.part(strip)) for reading in read]
-    context = call.mix(piece, strip, allowed).to(problem.query.dtype)
-    return pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, True)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # One tensor may be query, key and value at once: each alias has its own gradient.
+        inputs = [None if x is None else x.view_as(x) for x in tensors_of(problem)]
+        call = _Call(filled(problem, inputs))
+        (piece,) = call.pieces(whole=True)
+        strip, allowed = call.weigh(piece)
+        values = [reading.finish(reading.part(strip)) for reading in read]
+        context = call.mix(piece, strip, allowed).to(problem.query.dtype)
+        return pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, again)
 
 
 def _part_gradient(reading: Reading, part: Any, given: Any) -> Any:
