@@ -83,7 +83,8 @@ inline int type_of(const DLTensor& x) {
   return x.code == brain && x.bits == 16 ? (int)Type::bf16 : -1;
 }
 
-// False where it is no plain tensor of the CPU that can be read where it lies; an error may be set.
+// False where it is no plain tensor of the CPU that can be read where it lies, each number at a multiple of its
+// size; an error may be set.
 inline bool read_tensor(PyObject* x, Tensor& to) {
   const Torch& t = torch();
   PyObject* kind = (PyObject*)Py_TYPE(x);
@@ -92,6 +93,7 @@ inline bool read_tensor(PyObject* x, Tensor& to) {
   if ((kind != t.tensor && kind != t.parameter) || !t.exchange || t.exchange->look(x, &found)) return false;
   to.rank = found.rank, to.type = type_of(found), to.place = (uintptr_t)found.data;
   if (found.device != cpu || found.offset || to.type < 0 || to.rank < 2 || to.rank > 4 || !to.place) return false;
+  if (to.place % (found.bits / 8)) return false;
   for (int i = 0; i < to.rank; ++i) {
     to.shape[Tensor::axis(to.rank, i)] = found.shape[i];
     to.stride[Tensor::axis(to.rank, i)] = found.stride[i];

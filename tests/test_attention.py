@@ -218,6 +218,10 @@ class TestLargeScores:
         assert not gradients[0].any()
         assert torch.equal(gradients[1], counts[..., None].expand_as(value))
 
+    def test_a_whole_number_of_many_digits(self, implementation: Any) -> None:
+        x = torch.eye(4).expand(1, 1, 4, 4)
+        assert torch.equal(implementation(x, x, x, scale=2**80), x)
+
     @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 1e38, 3e38, 1e300])
     def test_a_scale_beyond_all_scores_never_passes_for_a_small_one(
         self, implementation: Any, scale: float

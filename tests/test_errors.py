@@ -158,10 +158,12 @@ class TestWarnings:
         ch.attend(x, x, x, bias=ones.clone().requires_grad_())
 
 
-def test_nested_tensors_get_a_pointer() -> None:
-    jagged = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)], layout=torch.jagged)
-    with pytest.raises(TypeError, match=r"(?s)strided.*masks\.document"):
-        ch.attend(jagged, jagged, jagged)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_get_a_pointer(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)], layout=layout)
+    with pytest.raises(TypeError, match=r"(?s)strided.*nested.*masks\.document"):
+        ch.attend(nested, nested, nested)
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,36 @@ class TestNotServed:
         )
         assert not any(served)
 
+    @pytest.mark.parametrize("at", range(3))
+    def test_numbers_at_odd_addresses(self, served: Served, warm: list[Tensor], at: int) -> None:
+        """As of a file that begins with some bytes of its own."""
+        odd = torch.frombuffer(bytearray(161), dtype=torch.float32, offset=1).view(1, 2, 5, 4)
+        assert odd.data_ptr() % 4
+        given = [odd.copy_(x) if i == at else x for i, x in enumerate(warm)]
+        torch.testing.assert_close(ch.attend(*given), F.scaled_dot_product_attention(*warm))
+        leaves = [x.detach().requires_grad_() for x in given]
+        assert all(
+            x.isfinite().all() for x in torch.autograd.grad(ch.attend(*leaves).sum(), leaves)
+        )
+        with pytest.raises(ValueError, match="does not lie in memory"):
+            ch.attend(*given, impl="native")
+        assert not any(served)
+
+    @pytest.mark.parametrize("at", range(3))
+    def test_zeros_that_take_no_memory(self, served: Served, warm: list[Tensor], at: int) -> None:
+        """torch makes them where it knows that a derivative is 0."""
+        zeros = torch._efficientzerotensor((1, 2, 5, 4))  # pyright: ignore
+        given, right = list(warm), list(warm)
+        given[at], right[at] = zeros, torch.zeros(1, 2, 5, 4)
+        torch.testing.assert_close(ch.attend(*given), closer_look(*right))
+        assert not any(served)
+
+    def test_a_tensor_that_outlived_its_transform(self, served: Served, warm: list[Tensor]) -> None:
+        kept = []
+        torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(warm[0])
+        torch.testing.assert_close(ch.attend(kept[0], *warm[1:]), closer_look(*warm))
+        assert not any(served)
+
     @pytest.mark.parametrize(
         "given",
         [

@@ -53,6 +53,9 @@ def inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Check type, dtype, device and shape of the three tensors against each other."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         raise _no_tensor(query=query, key=key, value=value)
+    if query.is_nested or key.is_nested or value.is_nested:
+        # One of them has no shape to ask for.
+        raise _not_dense(query, key, value)
     q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     rank = len(q)
     if (
@@ -69,9 +72,7 @@ def inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.device == key.device == value.device:
         raise _wrong_device(query=query, key=key, value=value)
     if not query.layout == key.layout == value.layout == torch.strided:
-        hint = "pad to one dense tensor and use masks.lengths, or pack and use masks.document"
-        got = f"{query.layout}, {key.layout}, {value.layout}"
-        raise type_error("query, key, value", "are dense (strided) tensors", got=got, hint=hint)
+        raise _not_dense(query, key, value)
 
 
 def _heads_fit(q: tuple[int, ...], k: tuple[int, ...]) -> bool:
@@ -142,6 +143,12 @@ def _wrong_dtype(query: Tensor, key: Tensor, value: Tensor) -> TypeError:
         return type_error("query, key, value", "are floating-point tensors", got=got, hint=hint)
     hint = "convert them to one dtype first"
     return type_error("query, key, value", "have one dtype", got=got, hint=hint)
+
+
+def _not_dense(*tensors: Tensor) -> TypeError:
+    hint = "pad to one dense tensor and use masks.lengths, or pack and use masks.document"
+    got = ", ".join("nested" if x.is_nested else str(x.layout) for x in tensors)
+    return type_error("query, key, value", "are dense (strided) tensors", got=got, hint=hint)
 
 
 def _wrong_device(**tensors: Tensor) -> ValueError:

@@ -139,6 +139,8 @@ def _problem(
         scale = default_scale(query.shape[-1])
     else:
         _checks.number("scale", scale, "multiply query by a tensor before the call")
+        # torch multiplies by no whole number that takes more than 64 bits.
+        scale = float(scale) if type(scale) is int else scale
     problem = Problem(query, key, value, None, scale)
     if mask is not None:
         problem.mask = _checks.mask(mask, given, problem)
