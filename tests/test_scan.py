@@ -264,6 +264,30 @@ def test_a_corpus_that_changes_is_noticed(
     assert scan(corpus, "--out", out, "--resume") == 0
 
 
+def test_a_scan_over_a_table_goes_on(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert scan(corpus, "--out", out, "--limit", 2) == 0
+    old = out.read_bytes()
+    corpus.write_text("\n".join(LINES[:5] * 3), encoding="utf-8")
+    process = started(corpus, out, "--force")
+    process.send_signal(signal.SIGINT)
+    assert "--resume goes on" in process.communicate()[1]
+    assert out.read_bytes() == old
+
+    late = (tmp_path / "out.partial" / "state.safetensors").stat().st_mtime_ns + 1_000_000_000
+    before = out.stat().st_mtime_ns
+    os.utime(out, ns=(late, late))  # as a table that came after the scan was stopped
+    assert scan(corpus, "--out", out, "--resume") == 2
+    assert f"--out: exists; got {out}\n  to do: --force writes" in capsys.readouterr().err
+    os.utime(out, ns=(before, before))
+    assert scan(corpus, "--out", out, "--resume") == 0
+    assert scan(corpus, "--out", whole) == 0
+    assert_same(whole, out)
+
+    assert scan(corpus, "--out", out, "--resume") == 2
+    assert "to do: nothing is left to resume; --force writes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("more", [[], ["--per-document"]])
 def test_a_full_disk_is_said(corpus: Path, tmp_path: Path, capsys: Any, more: list[str]) -> None:
     resource = pytest.importorskip("resource")

@@ -42,6 +42,11 @@ class Checkpoint:
         return self._state.exists()
 
     @property
+    def newer(self) -> bool:
+        """Whether the state was written after the table that stands there."""
+        return self._state.stat().st_mtime_ns >= self.target.stat().st_mtime_ns
+
+    @property
     def _state(self) -> Path:
         return self.home / "state.safetensors"
 

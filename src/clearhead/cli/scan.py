@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     examples(
         parser,
         "clearhead scan page.txt --out page.heads",
-        "clearhead scan corpus.jsonl --model HuggingFaceTB/SmolLM2-135M --out corpus.heads",
+        "clearhead scan corpus.jsonl --model openai-community/gpt2 --out corpus.heads",
         "clearhead scan corpus.jsonl --out corpus.heads --resume",
     )
 
@@ -147,11 +147,17 @@ def _check(arguments: argparse.Namespace, target: Path) -> None:
     corpus = Path(arguments.corpus).expanduser()
     if target.exists() and corpus.exists() and target.samefile(corpus):
         raise value_error("--out", "is the corpus itself", got=target)
-    if target.exists() and not arguments.force:
-        raise value_error("--out", "exists", got=target, hint="--force writes over it")
 
 
 def _check_unfinished(arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    target, going_on = checkpoint.target, arguments.resume and checkpoint.exists
+    # A scan begun with --force keeps the old table until it has a new one. A table that came later
+    # is another's.
+    if target.exists() and not (arguments.force or (going_on and checkpoint.newer)):
+        hint = "--force writes over it"
+        if arguments.resume and not checkpoint.exists:
+            hint = f"nothing is left to resume; {hint}"
+        raise value_error("--out", "exists", got=target, hint=hint)
     if checkpoint.exists and not (arguments.force or arguments.resume):
         hint = "--resume goes on with it, --force starts over"
         got = checkpoint.home
