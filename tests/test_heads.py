@@ -294,6 +294,12 @@ def test_groups_follow_chains() -> None:
     assert heads.groups(overlap, 0.96) == []
 
 
+def test_groups_are_of_one_layer() -> None:
+    said = r"overlap: is a tensor, \(head, head\); got list\n.*groups\(survey\.overlap\[layer\]\)"
+    with pytest.raises(TypeError, match=said):
+        heads.groups([torch.eye(5)])  # type: ignore[arg-type]
+
+
 def test_moments_merge_as_numpy_counts() -> None:
     numbers = 1e6 + torch.randn(3, 37, dtype=torch.float64)  # sums of squares would lose digits
     counted = torch.rand(3, 37) < 0.7

@@ -36,7 +36,7 @@ from clearhead._heads.rolling import Rollout, rollout
 from clearhead._heads.running import body_of, runner
 from clearhead._heads.statistics import STATISTICS, Statistic, readings_for
 from clearhead._watch.modules import two_sided
-from clearhead.errors import value_error
+from clearhead.errors import type_error, value_error
 from clearhead.readings import TopK
 from clearhead.watching import Record, Seen, watch
 
@@ -279,6 +279,9 @@ def groups(overlap: Tensor, threshold: float = 0.9) -> list[list[int]]:
 
     A group holds all heads that a chain of such pairs connects; heads like no other are left out.
     """
+    if not isinstance(overlap, torch.Tensor):
+        got, hint = type(overlap).__name__, "groups(survey.overlap[layer]) takes one layer"
+        raise type_error("overlap", "is a tensor, (head, head)", got=got, hint=hint)
     left, found = set(range(len(overlap))), []
     while left:
         group, fresh = set(), {min(left)}
