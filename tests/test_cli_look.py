@@ -297,6 +297,18 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reference" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["look", "mask", "train", "generate", "scan", "heads", "audit"])
+def test_examples_fit_a_terminal(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out.partition("options:")[2].splitlines()
+    assert not [line for line in shown if len(line) > 80]
+    assert "examples:" in shown
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     from clearhead.cli import COMMANDS
 
@@ -306,4 +318,4 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert not [name for name in COMMANDS if name not in shown]
     assert "start with:  clearhead look hell\n" in shown
-    assert "exit codes:  0 ok, 1 a finding, 2 misuse" in shown
+    assert "exit codes:  0 ok, 1 a finding, 2 misuse, 130 stopped\n" in shown

@@ -20,11 +20,12 @@ OK, MISUSE = 0, 2
 EPILOG = """\
 start with:  clearhead look hell
 a command:   clearhead COMMAND --help
-exit codes:  0 ok, 1 a finding, 2 misuse (CLEARHEAD_TRACEBACK=1 shows where it arose)"""
+exit codes:  0 ok, 1 a finding, 2 misuse, 130 stopped
+an error:    CLEARHEAD_TRACEBACK=1 shows where it arose"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Exit codes: 0 ok, 1 a finding, 2 misuse."""
+    """Run the command line. Exit codes: 0 ok, 1 a finding, 2 misuse, 130 stopped."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clearhead audit",
         'clearhead audit tale-gpt --text "a yellow bell"',
         "clearhead audit tale-bert --allowed everything",
-        'clearhead audit mypackage.mymodel:make --allowed "causal & window(4)" --depth 2',
-        "clearhead audit mypackage.mymodel:make --documents 0,0,0,1,1",
+        'clearhead audit my.model:make --allowed "causal & window(4)" --depth 2',
+        "clearhead audit my.model:make --documents 0,0,0,1,1",
     )
 
 

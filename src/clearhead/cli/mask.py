@@ -21,11 +21,14 @@ HELP = "who may attend to whom, drawn from an expression"
 # More positions than this are not drawn.
 LIMIT = 1 << 24
 EXAMPLES = """\
-masks: everything nothing causal window(n) band(before, after) diagonal(distance) first(n) prefix(n)
-       lengths([5, 3]) keep([0, 1, 1]) document([0, 0, 1]) same([0], [0, 1]) induction([7, 8, 7])
-       duplicate([7, 8, 7]) dense([[1, 0], [1, 1]]); causal, window, band, diagonal take align=start
-       or the position of the first query
-operators, tightest first: ~ (all other edges)  - (without)  & (both)  | (either)
+masks: everything nothing causal window(n) band(before, after)
+       diagonal(distance) first(n) prefix(n) lengths([5, 3]) keep([0, 1, 1])
+       document([0, 0, 1]) same([0], [0, 1]) induction([7, 8, 7])
+       duplicate([7, 8, 7]) edges([(3, 0)]) dense([[1, 0], [1, 1]])
+       (causal, window, band, diagonal and edges take align=start or the
+       position of the first query)
+operators, tightest first:
+       ~ (all other edges)  - (without)  & (both)  | (either)
 
 examples:
   clearhead mask "causal & window(3) | first(1)" -q 8
