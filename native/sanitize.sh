@@ -26,9 +26,10 @@ where, *asked = sys.argv[1:]
 # An editable install answers before the path does.
 sys.meta_path = [x for x in sys.meta_path if type(x).__name__ != "ScikitBuildRedirectingFinder"]
 import pytest
+failed = pytest.main(asked)
 from clearhead._impl import _native
 assert Path(where).resolve() in Path(_native.__file__).resolve().parents, _native.__file__
-sys.exit(pytest.main(asked))
+sys.exit(failed)
 END
 
 echo "== threads"
