@@ -680,14 +680,16 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 def test_asking_nothing_allocates_no_map() -> None:
     layer = ch.MultiheadAttention(64, 4, batch_first=True).eval()
-    x = torch.randn(1, 1024, 64)
-    one_map = 4 * 1024 * 1024 * 4
+    # So long that the strips of `tiled`, whose size is fixed, are small beside a map.
+    length = 4096
+    x = torch.randn(1, length, 64)
+    one_map = 4 * length * length * 4
 
     def call(**asked: Any) -> Callable[[], Any]:
         return lambda: layer(x, x, x, is_causal=True, **asked)
 
-    padded = torch.arange(1024)[None] >= 1000
-    causal = nn.Transformer.generate_square_subsequent_mask(1024)
+    padded = torch.arange(length)[None] >= 1000
+    causal = nn.Transformer.generate_square_subsequent_mask(length)
     with torch.no_grad():
         assert peak_bytes(call(need_weights=True)) >= one_map
         both = call(need_weights=False, attn_mask=causal, key_padding_mask=padded)

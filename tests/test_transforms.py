@@ -239,7 +239,7 @@ class TestCompile:
 
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")  # of torch's compiler about itself
-    def test_inductor(self) -> None:
+    def test_inductor(self, cpp_compiler: None) -> None:
         compiled = torch.compile(CAUSAL, fullgraph=True)
         same(compiled(*inputs()), CAUSAL(*inputs()))
 

@@ -371,8 +371,8 @@ def test_through_in_generation(name: str, cache: str):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2"])
 @torch.no_grad()
-def test_flex(name: str, monkeypatch: pytest.MonkeyPatch):
-    """The backend flex_attention, with the kernel that needs no compiler."""
+def test_flex(name: str, monkeypatch: pytest.MonkeyPatch, cpp_compiler: None):
+    """The backend flex_attention, with the kernel that needs no compiler; its masks need one."""
     from torch.nn.attention import flex_attention as flex
     from transformers.integrations import flex_attention as theirs
 
