@@ -270,12 +270,13 @@ struct Block {
           using E = decltype(how);
           find_weights<E, vectors, entropy, two>(first, count, unit, row_max + at, sum + at, spread + at,
                                                  weight_pairs + parts[p].first / 2 * lanes + at,
-                                                 E::step == 1 || strip || careful || kept.some_dropped());
+                                                 E::step == 1 || strip || careful);
         };
         using Yes = std::true_type;
         using No = std::false_type;
 #ifdef CLEARHEAD_DOTS
-        if (pairs) return base_two ? find(Pair(), Yes()) : find(Pair(), No());
+        // weights that may be dropped go to pairs later
+        if (pairs && !kept.some_dropped()) return base_two ? find(Pair(), Yes()) : find(Pair(), No());
 #endif
         base_two ? find(Single(), Yes()) : find(Single(), No());
       });

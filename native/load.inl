@@ -153,7 +153,7 @@ void pack_pairs(const View& view, Type type, int64_t batch, int64_t head, int64_
                 int64_t width, float sign, void* scratch, uint32_t* packed) {
   const char* from = at(view, type, batch, head, first);
   int64_t stride = view.position;
-  if (stride % 2) {
+  if (stride % 2 || (uintptr_t)from % sizeof(uint32_t)) {
     for (int64_t r = 0; r < count; ++r)
       std::memcpy((uint16_t*)scratch + r * width, (const uint16_t*)from + r * stride, sizeof(uint16_t) * width);
     from = (const char*)scratch, stride = width;

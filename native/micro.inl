@@ -69,12 +69,6 @@ void dot_part(const typename E::scalar* rows, int64_t stride, int64_t count, con
   if (r < count) dot_rows<E, 1, V>(rows + r * stride, stride, packed, lanes, depth, result + r * lanes);
 }
 
-template <class E, int W>
-void dot_tile(const typename E::scalar* rows, int64_t stride, int64_t count, const typename E::packed* packed,
-              int64_t depth, float* result) {
-  dot_part<E, W>(rows, stride, count, packed, W * N, depth, result);
-}
-
 // out[r][lane] = out[r][lane] * rescale[lane] + sum_s weights[s][lane] * values[s][r], for R features;
 // without `rescale` the sum alone
 template <class E, int R, int V>
@@ -111,12 +105,6 @@ void mix_part(const typename E::scalar* values, int64_t stride, int64_t count, c
   for (; r + 2 <= width; r += 2)
     mix_rows<E, 2, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
   if (r < width) mix_rows<E, 1, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
-}
-
-template <class E, int W>
-void mix_tile(const typename E::scalar* values, int64_t stride, int64_t count, const typename E::packed* weights,
-              const float* rescale, int64_t width, float* out) {
-  mix_part<E, W>(values, stride, count, weights, W * N, rescale, width, out);
 }
 
 // act(V) with the number of vectors, of at most W, as a constant

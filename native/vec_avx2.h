@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "kernel.h"
+#include "numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -60,8 +60,8 @@ struct Vec {
     uint64_t bits = 0;
     for (int half = 0; half < 2; ++half) {
       i x = _mm256_add_epi64(_mm256_loadu_si256((const i*)(state + 4 * half)), _mm256_set1_epi64x((int64_t)step));
-      x = times(_mm256_xor_si256(x, _mm256_srli_epi64(x, 30)), 0xbf58476d1ce4e5b9u);
-      x = times(_mm256_xor_si256(x, _mm256_srli_epi64(x, 27)), 0x94d049bb133111ebu);
+      x = times(_mm256_xor_si256(x, _mm256_srli_epi64(x, 30)), kHashFirst);
+      x = times(_mm256_xor_si256(x, _mm256_srli_epi64(x, 27)), kHashSecond);
       x = _mm256_srli_epi64(_mm256_xor_si256(x, _mm256_srli_epi64(x, 31)), 11);
       const i below = _mm256_cmpgt_epi64(_mm256_set1_epi64x((int64_t)least), x);
       bits |= (uint64_t)(~_mm256_movemask_pd(_mm256_castsi256_pd(below)) & 15) << (4 * half);
@@ -113,13 +113,7 @@ struct Vec {
     const f magic = set1(12582912.f + 127);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     const f shifted = add(x, magic);
     const f r = sub(x, sub(shifted, magic));
-    f p = set1(0x1.41fbbcp-13f);
-    p = fma(p, r, set1(0x1.5f3e54p-10f));
-    p = fma(p, r, set1(0x1.3b2d4cp-7f));
-    p = fma(p, r, set1(0x1.c6aee8p-5f));
-    p = fma(p, r, set1(0x1.ebfbdcp-3f));
-    p = fma(p, r, set1(0x1.62e430p-1f));
-    p = fma(p, r, set1(1.0f));
+    const f p = power_of_fraction<Vec>(r);
     const i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);  // 0 for -127, infinity for 128
     return mul(p, _mm256_castsi256_ps(exponent));
   }

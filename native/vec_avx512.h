@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "kernel.h"
+#include "numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -56,8 +56,8 @@ struct Vec {
     uint64_t bits = 0;
     for (int half = 0; half < 2; ++half) {
       i x = _mm512_add_epi64(_mm512_loadu_si512(state + 8 * half), _mm512_set1_epi64((int64_t)step));
-      x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 30)), _mm512_set1_epi64((int64_t)0xbf58476d1ce4e5b9u));
-      x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 27)), _mm512_set1_epi64((int64_t)0x94d049bb133111ebu));
+      x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 30)), _mm512_set1_epi64((int64_t)kHashFirst));
+      x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 27)), _mm512_set1_epi64((int64_t)kHashSecond));
       x = _mm512_srli_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 31)), 11);
       bits |= (uint64_t)_mm512_cmpge_epu64_mask(x, _mm512_set1_epi64((int64_t)least)) << (8 * half);
     }
@@ -114,13 +114,7 @@ struct Vec {
   static f exp2(f x) {
     f r = _mm512_reduce_ps(x, 0x00);  // x - round(x), 0 for an infinity
     f n = _mm512_sub_ps(x, r);
-    f p = set1(0x1.41fbbcp-13f);
-    p = fma(p, r, set1(0x1.5f3e54p-10f));
-    p = fma(p, r, set1(0x1.3b2d4cp-7f));
-    p = fma(p, r, set1(0x1.c6aee8p-5f));
-    p = fma(p, r, set1(0x1.ebfbdcp-3f));
-    p = fma(p, r, set1(0x1.62e430p-1f));
-    p = fma(p, r, set1(1.0f));
+    const f p = power_of_fraction<Vec>(r);
     return _mm512_scalef_ps(p, n);
   }
 

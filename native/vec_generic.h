@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernel.h"
+#include "numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -55,14 +55,7 @@ struct Vec {
 
   // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
   static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
-    uint64_t bits = 0;
-    for (int lane = 0; lane < lanes; ++lane) {
-      uint64_t x = state[lane] + step;
-      x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-      x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-      bits |= (uint64_t)((x ^ x >> 31) >> 11 >= least) << lane;
-    }
-    return bits;
+    return hash_each_at_least<Vec>(state, step, least);
   }
 
   static f same_bits(int32_t x) { return (f)i{x, x, x, x}; }
@@ -96,13 +89,7 @@ struct Vec {
     const f magic = set1(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     const f shifted = clamped + magic;
     const f r = clamped - (shifted - magic);
-    f p = set1(0x1.41fbbcp-13f);
-    p = fma(p, r, set1(0x1.5f3e54p-10f));
-    p = fma(p, r, set1(0x1.3b2d4cp-7f));
-    p = fma(p, r, set1(0x1.c6aee8p-5f));
-    p = fma(p, r, set1(0x1.ebfbdcp-3f));
-    p = fma(p, r, set1(0x1.62e430p-1f));
-    p = fma(p, r, set1(1.0f));
+    const f p = power_of_fraction<Vec>(r);
     i n, exponent;
     std::memcpy(&n, &shifted, 16);
     n = (n << 9) >> 9;  // the low 23 bits, signed

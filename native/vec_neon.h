@@ -4,7 +4,7 @@
 
 #include <arm_neon.h>
 
-#include "kernel.h"
+#include "numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -48,14 +48,7 @@ struct Vec {
   // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`:
   // scalars, since no vector of NEON multiplies 64 bits
   static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
-    uint64_t bits = 0;
-    for (int lane = 0; lane < lanes; ++lane) {
-      uint64_t x = state[lane] + step;
-      x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-      x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-      bits |= (uint64_t)((x ^ x >> 31) >> 11 >= least) << lane;
-    }
-    return bits;
+    return hash_each_at_least<Vec>(state, step, least);
   }
 
   static f same_bits(int32_t x) { return vreinterpretq_f32_s32(vdupq_n_s32(x)); }
@@ -98,13 +91,7 @@ struct Vec {
     x = vminq_f32(vmaxq_f32(x, set1(-127.f)), set1(128.f));  // a NaN stays
     const f n = vrndnq_f32(x);
     const f r = sub(x, n);
-    f p = set1(0x1.41fbbcp-13f);
-    p = fma(p, r, set1(0x1.5f3e54p-10f));
-    p = fma(p, r, set1(0x1.3b2d4cp-7f));
-    p = fma(p, r, set1(0x1.c6aee8p-5f));
-    p = fma(p, r, set1(0x1.ebfbdcp-3f));
-    p = fma(p, r, set1(0x1.62e430p-1f));
-    p = fma(p, r, set1(1.0f));
+    const f p = power_of_fraction<Vec>(r);
     const i exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
     return mul(p, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));  // 0 for n = -127
   }

@@ -68,16 +68,20 @@ def draw(seed: int) -> Drawn:
 
     def tensor(heads: int, positions: int, width: int) -> Tensor:
         shape = (batch, heads, positions, width)
-        kind = dice.randrange(4)
+        kind = dice.randrange(5)
+        size = dice.choice((1, 1, 1, 4, 1e-3))
+
+        def numbers(*shape: int) -> Tensor:
+            # Before the view is taken: an operation on a view gives a tensor without its gaps.
+            return torch.randn(shape, generator=torch_dice).to(dtype) * size
+
         if kind == 0:
-            x = torch.randn(batch, positions, heads, width, generator=torch_dice).transpose(1, 2)
-        elif kind == 1:
-            x = torch.randn(*shape[:3], 2 * width + 1, generator=torch_dice)[..., 1 : width + 1]
-        elif kind == 2:
-            x = torch.randn(*shape[:2], width, positions, generator=torch_dice).mT
-        else:
-            x = torch.randn(shape, generator=torch_dice)
-        return x.to(dtype) * dice.choice((1, 1, 1, 4, 1e-3))
+            return numbers(batch, positions, heads, width).transpose(1, 2)
+        if kind in (1, 2):  # odd and even steps from row to row, from an odd place on
+            return numbers(*shape[:3], 2 * width + kind)[..., 1 : width + 1]
+        if kind == 3:
+            return numbers(*shape[:2], width, positions).mT
+        return numbers(*shape)
 
     drawn = Drawn(
         tensor(head, query, head_dim),
