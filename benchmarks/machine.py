@@ -73,9 +73,9 @@ def line(cpu_time: bool = False) -> str:
 
 def kernel() -> Any:
     """The compiled kernel, which also knows how to do nothing but multiply-adds; None without."""
-    from clearhead._impl import _kernel
+    from clearhead.attention.impl.native import kernel
 
-    return _kernel._native
+    return kernel._native
 
 
 def multiply_adds(dtype: Any, each: int = 0) -> Callable[[], Any]:

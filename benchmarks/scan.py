@@ -24,11 +24,11 @@ import torch
 import machine
 import page
 import table
-from clearhead._scan.corpus import Corpus
-from clearhead._scan.job import WINDOW
-from clearhead._scan.sequences import Place, Sequences, batch_of, batches, windows
-from clearhead.cli._loading import load
 from clearhead.heads import Survey
+from clearhead.heads.corpus.corpus import Corpus
+from clearhead.heads.corpus.job import WINDOW
+from clearhead.heads.corpus.sequences import Place, Sequences, batch_of, batches, windows
+from clearhead.views.reader import load
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "scan.json", HERE.parent / "docs" / "scan.md"

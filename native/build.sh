@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the kernel in place: src/clearhead/_impl/_native*.so. Further arguments go to cmake.
+# Builds the kernel in place: src/clearhead/attention/impl/native/_native*.so. Further arguments go to cmake.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
@@ -17,11 +17,11 @@ import shutil, sys
 from pathlib import Path
 try:
     import clearhead
-    from clearhead._impl import _native
+    from clearhead.attention.impl.native import _native
 except ImportError:
     sys.exit()
 here = Path(sys.argv[1]).resolve()
-built = here / "_impl" / Path(_native.__file__).name
+built = here / "attention/impl/native" / Path(_native.__file__).name
 if Path(clearhead.__file__).resolve().parent == here and not built.samefile(_native.__file__):
     part = Path(_native.__file__ + ".part")
     shutil.copy(built, part)

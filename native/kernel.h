@@ -8,7 +8,7 @@
 namespace clearhead {
 
 // Raised with every change of what the Python side may ask of the module or has to make of its answers,
-// together with CONTRACT in _impl/_kernel.py: a module that was built from other sources is not used.
+// together with CONTRACT in attention/impl/native/kernel.py: a module that was built from other sources is not used.
 constexpr int kContract = 2;
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2 };

@@ -8,7 +8,7 @@ out=build/sanitize
 rm -rf "$out/src"
 mkdir -p "$out/src"
 cp -r src/clearhead "$out/src/"
-rm -f "$out"/src/clearhead/_impl/_native*.so
+rm -f "$out"/src/clearhead/attention/impl/native/_native*.so
 
 cmake -S . -B "$out/cmake" -G Ninja -DPython_EXECUTABLE="$(realpath -s "$(command -v "$python")")" \
   -DCMAKE_BUILD_TYPE=Debug -DCLEARHEAD_OPTIMIZE=-O1 \
@@ -27,7 +27,7 @@ where, *asked = sys.argv[1:]
 sys.meta_path = [x for x in sys.meta_path if type(x).__name__ != "ScikitBuildRedirectingFinder"]
 import pytest
 failed = pytest.main(asked)
-from clearhead._impl import _native
+from clearhead.attention.impl.native import _native
 assert Path(where).resolve() in Path(_native.__file__).resolve().parents, _native.__file__
 sys.exit(failed)
 END

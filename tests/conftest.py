@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import clearhead
-from clearhead import _impl
-from clearhead._impl import native
-from clearhead._impl.problem import Problem
+from clearhead.attention import impl
+from clearhead.attention.impl.native import native
+from clearhead.attention.problem import Problem
 
 torch.set_num_threads(1)
 
@@ -74,14 +74,14 @@ def built() -> list[str]:
     """The implementations that serve a plain call here: the kernel may not be compiled."""
     x = torch.ones(1, 1, 2, 3)
     plain = Problem(x, x, x, None, 1.0)
-    return [m.NAME for m in _impl.IMPLEMENTATIONS if not m.unsupported_reasons(plain, ())]
+    return [m.NAME for m in impl.IMPLEMENTATIONS if not m.unsupported_reasons(plain, ())]
 
 
 @pytest.fixture(params=built())
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each implementation in turn; it notes which one really ran."""
     chosen = Implementation(request.param)
-    for module in _impl.IMPLEMENTATIONS:
+    for module in impl.IMPLEMENTATIONS:
         monkeypatch.setattr(module, "attend", _noted(module, chosen.ran))
     monkeypatch.setattr(native, "plain", _noted_where_it_answers(chosen.ran))
     return chosen

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import dropout
-from clearhead._impl.problem import Sizes
+from clearhead._core.sizes import Sizes
+from clearhead.attention.impl import dropout
 
 SIZES = (1, 2, 3, 5, 7, 13, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 97, 130)
 WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65)

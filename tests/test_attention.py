@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
-from clearhead import _impl, masks, readings
-from clearhead._impl import native
-from clearhead._impl.problem import Problem
+from clearhead import masks, readings
+from clearhead.attention import impl
+from clearhead.attention.impl.native import native
+from clearhead.attention.problem import Problem
 from tests import oracle
 from tests.cases import BY_NAME, CASES, Case, naive
 
@@ -761,21 +762,21 @@ class TestDropout:
 class TestChoice:
     def test_the_first_that_can_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 1, 4, 3)
-        names = [module.NAME for module in _impl.IMPLEMENTATIONS]
-        assert names == ["native", "tiled", "reference"] == list(_impl.available())
+        names = [module.NAME for module in impl.IMPLEMENTATIONS]
+        assert names == ["native", "tiled", "reference"] == list(impl.available())
         problem = Problem(x, x, x, None, 1.0)
-        for module in _impl.IMPLEMENTATIONS:
+        for module in impl.IMPLEMENTATIONS:
             monkeypatch.setattr(module, "unsupported_reasons", lambda *_: [])
-            assert _impl.choose(problem, (), None) is _impl.IMPLEMENTATIONS[0]
-        for module, after in pairwise(_impl.IMPLEMENTATIONS):
+            assert impl.choose(problem, (), None) is impl.IMPLEMENTATIONS[0]
+        for module, after in pairwise(impl.IMPLEMENTATIONS):
             monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["it is Monday"])
-            assert _impl.choose(problem, (), None) is after
+            assert impl.choose(problem, (), None) is after
 
     def test_refusing_gives_all_reasons(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 1, 4, 3)
         # A call that is right at first sight asks for no reasons.
         monkeypatch.setattr(native, "plain", lambda *_: None)
-        for module in _impl.IMPLEMENTATIONS[:2]:
+        for module in impl.IMPLEMENTATIONS[:2]:
             monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["one", "another"])
             with pytest.raises(ValueError, match=r"(?s)cannot serve.*- one.*- another"):
                 ch.attend(x, x, x, impl=module.NAME)

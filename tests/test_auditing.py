@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clearhead import masks
-from clearhead._audit import judge
-from clearhead._audit.plan import make_plan
-from clearhead.auditing import assert_causal, audit
+from clearhead.dependence.auditing import assert_causal, audit
+from clearhead.dependence.proof import judge
+from clearhead.dependence.proof.plan import make_plan
 from clearhead.models import BERT, GPT, RNN
 from tests import leaky
 

@@ -25,7 +25,7 @@ PATTERNS = (
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    from clearhead._scan import table
+    from clearhead.heads.corpus import table
 
     size = len(TOKENS)
     edges = torch.stack([mask.dense(size, size).reshape(size, size) for mask in PATTERNS])
@@ -73,10 +73,10 @@ def test_text(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) 
 def test_a_table_per_document_adds_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from clearhead._heads.atlas import pooled
+    from clearhead.heads.roles import pooled
 
     # Several parts, each with a dictionary of its own.
-    monkeypatch.setattr("clearhead._scan.job.WINDOW_OF_DOCUMENTS", 1)
+    monkeypatch.setattr("clearhead.heads.corpus.job.WINDOW_OF_DOCUMENTS", 1)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("the bell\nhell or shell, shell or hell\nten men\n", encoding="utf-8")
     for name, more in (("whole", []), ("each", ["--per-document"])):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from clearhead import cli, models
-from clearhead.cli import _encoding  # noqa: F401 - it knows the signs
-from clearhead.cli._terminal import Terminal
+from clearhead.views import encoding as signs  # noqa: F401 - it knows the signs
+from clearhead.views.terminal import Terminal
 
 EVERY = """
 import sys

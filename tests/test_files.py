@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clearhead._files import replacing
+from clearhead._core.files import replacing
 
 
 def test_an_error_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead import heads, masks, models, readings
-from clearhead._heads.batch import Batch
-from clearhead._heads.look import CORNER, LOCAL, Look
-from clearhead._heads.moments import Moments
+from clearhead.heads.batch import Batch
+from clearhead.heads.look import CORNER, LOCAL, Look
+from clearhead.heads.moments import Moments
 
 HEADS, WIDTH, WORDS = 3, 15, 7
 
@@ -131,9 +131,9 @@ MASKS = {
 def looked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at whole maps, as at short sequences, or at strips of seven rows, as at long ones."""
     if request.param == "strips":
-        monkeypatch.setattr("clearhead._heads.statistics.WHOLE", 0)
-        monkeypatch.setattr("clearhead._impl.tiled.ELEMENTS", 1)
-        monkeypatch.setattr("clearhead._impl.tiled.ROWS", 7)
+        monkeypatch.setattr("clearhead.heads.statistics.WHOLE", 0)
+        monkeypatch.setattr("clearhead.attention.impl.tiled.tiled.ELEMENTS", 1)
+        monkeypatch.setattr("clearhead.attention.impl.tiled.tiled.ROWS", 7)
 
 
 @pytest.mark.usefixtures("looked")
@@ -260,7 +260,7 @@ def rolled(weights: list[np.ndarray], residual: float, how: str) -> np.ndarray:
 @pytest.mark.parametrize("residual", [0.5, 0.2])
 @pytest.mark.parametrize("how", ["mean", "max"])
 def test_rollout_is_the_product_of_matrices(residual: float, how: str, monkeypatch) -> None:
-    monkeypatch.setattr("clearhead._heads.rolling._STRIP", 150)  # several strips
+    monkeypatch.setattr("clearhead.heads.rolling._STRIP", 150)  # several strips
     model, text = Model(masks.causal()), sequences()[0]
     found = heads.rollout(model, text[None], [-1, 4], residual=residual, heads=how)  # type: ignore[arg-type]
     right = rolled(maps(model, text), residual, how)[[22, 4]]

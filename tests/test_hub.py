@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead import heads, masks, readings
-from clearhead._cut import joined
-from clearhead._watch import hub
+from clearhead._capture import attach, joined
 from tests.architectures import ALL
 from tests.test_watching import WAYS, WEIGHTS, Stack, lesson, sdpa
 
@@ -80,7 +79,7 @@ def world(model: nn.Module) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
         "random": torch.get_rng_state().tolist(),
-        "running": (joined.running(model), hub._switch.seers, dict(hub._switch._owns)),
+        "running": (joined.running(model), attach._switch.seers, dict(attach._switch._owns)),
     }
 
 

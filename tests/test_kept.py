@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
-from clearhead import masks, readings, watching
-from clearhead._watch import kept, look
-from clearhead._watch.call import Call
+from clearhead import masks, readings
+from clearhead._capture import recompute
+from clearhead._capture.call import Call
+from clearhead.recording import packed, watching
 
 
 class Deep(nn.Module):
@@ -92,7 +93,7 @@ class TestWaiting:
     def test_one_reading_is_not_in_a_tuple(self):
         _, seen = self.see(readings.TopK(8))
         assert seen[0].value.sources.dtype == torch.int64
-        assert isinstance(vars(seen[0])["value"], kept.Kept)
+        assert isinstance(vars(seen[0])["value"], packed.Kept)
 
     def test_asked_twice_it_is_the_same(self):
         _, seen = self.see()
@@ -225,7 +226,7 @@ class TestWaiting:
     def test_whole_numbers_come_back(self, least, most, packed):
         x = torch.zeros(1 << 16, dtype=torch.int64)
         x[7], x[8] = least, most
-        waiting = kept.keep(x)
+        waiting = packed.keep(x)
         assert waiting.nbytes == (1 << 16) * packed.itemsize
         assert torch.equal(waiting(), x)
         assert waiting().dtype == torch.int64
@@ -235,7 +236,7 @@ class TestWaiting:
         x = torch.randn(3, 1 << 15).to(dtype).mT
         if dtype.is_floating_point:
             x[0, 0], x[1, 0] = math.nan, -math.inf
-        waiting = kept.keep((x,))
+        waiting = packed.keep((x,))
         (found,) = waiting()
         assert found.dtype == dtype
         assert torch.equal(found.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
@@ -243,13 +244,13 @@ class TestWaiting:
     def test_what_is_small_or_very_large_stays(self):
         small, large = torch.ones(3), torch.empty(1 << 23)
         value = readings.BlockMapValue(small, large)
-        assert kept.keep(value) is value
+        assert packed.keep(value) is value
 
     def test_what_is_elsewhere_stays(self):
         there = torch.empty(1 << 15, device="meta")
-        assert kept.keep(there) is there
+        assert packed.keep(there) is there
         here = torch.ones(1 << 15)
-        value = kept.keep((here, there))()
+        value = packed.keep((here, there))()
         assert value[1] is there
         assert torch.equal(value[0], here)
 
@@ -259,7 +260,7 @@ class TestWaiting:
         for inner, columns in ((67, 2053), (2053, 67), (5, 7)):
             left = torch.randn(2, 3, 5, inner)
             right = torch.randn(2, columns, 3, inner).permute(0, 2, 3, 1)
-            got = look.few_rows(left, right)
+            got = recompute.few_rows(left, right)
             want = left.double() @ right.double()
             most = inner * 2.0**-24 * (left.double().abs() @ right.double().abs())
             assert got.shape == (2, 3, 5, columns)
@@ -271,7 +272,7 @@ class TestWaiting:
         given = Call(x, x, x, masks.causal())
         context = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         with torch.profiler.profile() as profile:
-            found = look.difference(given, context, [0, 7, 2052])
+            found = recompute.difference(given, context, [0, 7, 2052])
         assert found is not None
         assert found < 1e-5
         assert not {event.key for event in profile.key_averages()} & {"aten::bmm", "aten::mm"}

@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_mask
 
 from clearhead import masks
-from clearhead._impl.problem import Sizes
+from clearhead._core.sizes import Sizes
 from clearhead.masks import EMPTY, FULL, Mask
 
 IDS = [0, 0, 1, 1, 1, 0, 2]

@@ -610,8 +610,8 @@ def test_sources_that_the_layer_appends_are_open_under_every_mask(
 
 
 def test_the_appended_mask_agrees_with_itself() -> None:
-    from clearhead._impl.problem import Sizes
-    from clearhead.multihead import _Appended
+    from clearhead._core.sizes import Sizes
+    from clearhead.layers.multihead import _Appended
 
     for inner in (
         masks.causal(),

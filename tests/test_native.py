@@ -19,15 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import _kernel, dropout, native
-from clearhead._impl.problem import Problem, Sizes
+from clearhead._core.sizes import Sizes
+from clearhead.attention.impl import dropout
+from clearhead.attention.impl.native import kernel as module
+from clearhead.attention.impl.native import native
+from clearhead.attention.problem import Problem
 from tests import fuzz_native, oracle
 from tests.cases import CASES, Case, naive
 
-kernel: Any = _kernel._native
+kernel: Any = module._native
 ISAS = kernel.available() if kernel else []
 if kernel is None:
-    pytest.skip(_kernel.MISSING, allow_module_level=True)
+    pytest.skip(module.MISSING, allow_module_level=True)
 
 
 @pytest.fixture(params=ISAS)
@@ -207,7 +210,7 @@ class TestDropout:
 
     def test_the_binding_refuses_a_hash_out_of_range(self) -> None:
         q = torch.zeros(1, 1, 2, 2)
-        call = _kernel.Inputs(Problem(q, q, q, None, 1.0)).call(torch.empty(1, 1, 2, 2))
+        call = module.Inputs(Problem(q, q, q, None, 1.0)).call(torch.empty(1, 1, 2, 2))
         with pytest.raises(ValueError, match="53 bits"):
             call.set_dropout(1, 2**53 + 1, 1.0)
 
@@ -245,9 +248,9 @@ class TestMasks:
         q, k, v = tensors(2, 2, 131, 8)
         mask = masks.causal() & (masks.window(9) | masks.first(3))
         assert mask.intervals(131) is None
-        monkeypatch.setattr(_kernel, "RANGES", 1)
+        monkeypatch.setattr(module, "RANGES", 1)
         whole = attend(q, k, v, mask, read=READ)
-        monkeypatch.setattr(_kernel, "EDGES", 131 * 60)
+        monkeypatch.setattr(module, "EDGES", 131 * 60)
         parts = attend(q, k, v, mask, read=READ)
         torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
         assert torch.equal(parts[0], whole[0])
@@ -259,7 +262,7 @@ class TestMasks:
         torch.testing.assert_close(attend(q, k, v, window), context, rtol=1e-6, atol=1e-6)
 
     def test_gradients_of_bytes_in_parts(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_kernel, "EDGES", 131 * 60)
+        monkeypatch.setattr(module, "EDGES", 131 * 60)
         mask = masks.causal() & (masks.window(9) | masks.first(3))
         found = []
         for impl in ("native", "reference"):
@@ -412,7 +415,7 @@ class TestChoice:
             attend(x, x, x)
 
     def test_without_the_kernel_others_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_kernel, "_native", None)
+        monkeypatch.setattr(module, "_native", None)
         x = torch.ones(2, 3)
         torch.testing.assert_close(ch.attend(x, x, x), x)
         with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
@@ -421,7 +424,7 @@ class TestChoice:
 
 
 def _run(isa: str, code: str) -> subprocess.CompletedProcess[str]:
-    code = f"from clearhead._impl import _kernel; _native = _kernel._native\n{code}"
+    code = f"from clearhead.attention.impl.native import kernel; _native = kernel._native\n{code}"
     environment = {**os.environ, "CLEARHEAD_ISA": isa, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

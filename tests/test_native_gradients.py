@@ -15,13 +15,14 @@ from torch.autograd import forward_ad
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import _gradients, _kernel, _maps, native
+from clearhead.attention.impl.native import backward, native, overlap
+from clearhead.attention.impl.native import kernel as module
 from tests import fuzz_gradients, fuzz_native
 
-kernel: Any = _kernel._native
+kernel: Any = module._native
 ISAS = kernel.available() if kernel else []
 if kernel is None:
-    pytest.skip(_kernel.MISSING, allow_module_level=True)
+    pytest.skip(module.MISSING, allow_module_level=True)
 
 HALF = masks.causal() & (masks.window(9) | masks.first(3))
 READ = {
@@ -157,10 +158,8 @@ class TestReadings:
 
     def test_the_kernel_gives_them_once(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One backward of the kernel has the context's gradient and all of the readings'."""
-        ran, backward = [], _gradients.backward
-        monkeypatch.setattr(
-            _gradients, "backward", lambda *given: ran.append(1) or backward(*given)
-        )
+        ran, own = [], backward.backward
+        monkeypatch.setattr(backward, "backward", lambda *given: ran.append(1) or own(*given))
         gradients("native", given(), read=(*MORE["masses"], *MORE["scores"], *MORE["overlap"]))
         assert ran == [1]
 
@@ -177,7 +176,7 @@ class TestReadings:
         torch.testing.assert_close(leaves["bias"].grad, allowed.sum(0))
 
     def test_overlap_in_parts(self, isa: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_maps, "WEIGHTS", 1)
+        monkeypatch.setattr(overlap, "WEIGHTS", 1)
         read = (readings.Overlap(), readings.Rows([3, 66, 3]), readings.Mass(HALF))
         agree(given(query=150, source=151), mask=HALF, read=read)
 
@@ -224,8 +223,8 @@ class TestBias:
 
     def test_memory_is_that_of_the_bias(self, isa: str, alone: None) -> None:
         """The sums of a bias for all heads are as large as it, whatever the heads and samples."""
-        from clearhead._impl._gradients import BiasSums
-        from clearhead._impl.problem import Problem
+        from clearhead.attention.impl.native.backward import BiasSums
+        from clearhead.attention.problem import Problem
 
         q = torch.ones(3, 5, 7, 2)
         for shape in ((7, 9), (9,), (5, 1, 9), (3, 1, 7, 1)):
@@ -247,8 +246,8 @@ class TestBias:
 
 class TestParts:
     def test_bytes_in_parts(self, isa: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_kernel, "RANGES", 1)
-        monkeypatch.setattr(_kernel, "EDGES", 1)
+        monkeypatch.setattr(module, "RANGES", 1)
+        monkeypatch.setattr(module, "EDGES", 1)
         read = (readings.Mass(HALF), readings.Received(), readings.Rows([3]), readings.BlockMap(3))
         read += (readings.Scores(), readings.Mass(masks.first(2)), readings.Mass(HALF | HALF))
         agree(given(bias=(67, 70)), mask=HALF, read=read)

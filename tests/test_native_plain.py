@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import _kernel, native
+from clearhead.attention.impl.native import kernel as module
+from clearhead.attention.impl.native import native
 from clearhead.cli.info import collect
 
-kernel: Any = _kernel._native
+kernel: Any = module._native
 if kernel is None:
-    pytest.skip(_kernel.MISSING, allow_module_level=True)
+    pytest.skip(module.MISSING, allow_module_level=True)
 
 F = torch.nn.functional
 
@@ -70,7 +71,7 @@ def equal(ours: Tensor, right: Tensor) -> bool:
 
 class TestServed:
     @pytest.mark.parametrize("isa", kernel.available())
-    @pytest.mark.parametrize("dtype", _kernel.TYPES)
+    @pytest.mark.parametrize("dtype", module.TYPES)
     @pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (2, 3, 70, 16), (1, 1, 1, 1)])
     def test_every_bit_is_that_of_the_closer_look(
         self, served: Served, isa: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -411,19 +412,19 @@ class TestContract:
     """A compiled module of other sources would give wrong numbers without a word."""
 
     def test_this_one_keeps_it(self) -> None:
-        assert kernel.contract == _kernel.CONTRACT
+        assert kernel.contract == module.CONTRACT
 
-    @pytest.mark.parametrize("other", [{}, {"contract": _kernel.CONTRACT - 1}])
+    @pytest.mark.parametrize("other", [{}, {"contract": module.CONTRACT - 1}])
     def test_another_version_is_named_and_not_used(
         self, monkeypatch: pytest.MonkeyPatch, other: dict[str, int]
     ) -> None:
-        module = types.SimpleNamespace(**other)
-        monkeypatch.setattr(_kernel, "import_module", lambda name: module)
-        found, missing = _kernel._load()
+        foreign = types.SimpleNamespace(**other)
+        monkeypatch.setattr(module, "import_module", lambda name: foreign)
+        found, missing = module._load()
         assert found is None
         assert "built from another version" in missing
-        monkeypatch.setattr(_kernel, "_native", found)
-        monkeypatch.setattr(_kernel, "MISSING", missing)
+        monkeypatch.setattr(module, "_native", found)
+        monkeypatch.setattr(module, "MISSING", missing)
         assert "install clearhead again" in collect()["implementations"]["native"]
         x = torch.ones(2, 3)
         torch.testing.assert_close(ch.attend(x, x, x), x)
@@ -432,5 +433,5 @@ class TestContract:
         def fail(name: str) -> None:
             raise ImportError("undefined symbol: omp_in_space")
 
-        monkeypatch.setattr(_kernel, "import_module", fail)
-        assert "does not load: undefined symbol" in _kernel._load()[1]
+        monkeypatch.setattr(module, "import_module", fail)
+        assert "does not load: undefined symbol" in module._load()[1]

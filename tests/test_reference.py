@@ -13,8 +13,8 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import dropout
-from clearhead._impl.problem import Sizes
+from clearhead._core.sizes import Sizes
+from clearhead.attention.impl import dropout
 from tests import oracle
 from tests.cases import BY_NAME
 

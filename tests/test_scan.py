@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from clearhead import cli, heads, models
-from clearhead._scan.checkpoint import Checkpoint
-from clearhead._scan.job import Job
-from clearhead._scan.sequences import Place, Sequence, batch_of, batches
+from clearhead.heads.corpus.checkpoint import Checkpoint
+from clearhead.heads.corpus.job import Job
+from clearhead.heads.corpus.sequences import Place, Sequence, batch_of, batches
 from clearhead.models.text import Characters, shipped_text
 
 LINES = [line for line in shipped_text().splitlines() if line][:8]
@@ -179,7 +179,7 @@ def test_a_scan_goes_on_from_any_batch(
     """Windows of four sequences, batches of at most two: every place at which a scan may end."""
     corpus.write_text("\n".join([*(line[:20] for line in LINES[:5]), "\u2603", LINES[5]]))
     for name in ("WINDOW", "WINDOW_OF_DOCUMENTS"):
-        monkeypatch.setattr(f"clearhead._scan.job.{name}", 4)
+        monkeypatch.setattr(f"clearhead.heads.corpus.job.{name}", 4)
     options = ["--length", 9, "--batch", 2, *more]
     whole, out, add = tmp_path / "whole", tmp_path / "out", Job._add
     left = [0]
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_another_version_is_refused(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr("clearhead._scan.checkpoint.VERSION", 1)
+        patched.setattr("clearhead.heads.corpus.checkpoint.VERSION", 1)
         patched.setattr(Job, "_end", broken)
         with pytest.raises(Broken):
             scan(corpus, "--out", out, "--every", 0, "--limit", 2)
@@ -338,7 +338,7 @@ def test_a_checkpoint_of_another_version_is_refused(
 def test_rows_that_are_missing_are_said_before_any_work(
     corpus: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clearhead._scan.job.WINDOW_OF_DOCUMENTS", 2)
+    monkeypatch.setattr("clearhead.heads.corpus.job.WINDOW_OF_DOCUMENTS", 2)
     add, left = Job._add, [4]
 
     def fail(self: Job, sequences: list[Sequence]) -> None:
@@ -432,7 +432,7 @@ def test_broken_records_are_counted(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_line_without_end_is_read_in_pieces(tmp_path: Path, monkeypatch: Any) -> None:
-    from clearhead._scan import corpus
+    from clearhead.heads.corpus import corpus
 
     monkeypatch.setattr(corpus, "_PIECE", 10)
     path = tmp_path / "long.txt"
@@ -443,7 +443,7 @@ def test_a_line_without_end_is_read_in_pieces(tmp_path: Path, monkeypatch: Any) 
 
 
 def test_texts_without_end_are_read_in_pieces(tmp_path: Path, monkeypatch: Any) -> None:
-    from clearhead._scan import corpus
+    from clearhead.heads.corpus import corpus
 
     monkeypatch.setattr(corpus, "_PIECE", 10)
     monkeypatch.setattr(corpus, "_LONGEST", 1 << 20)

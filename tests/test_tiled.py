@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._impl import _gather, _stream, _strips, reference, tiled
-from clearhead._impl._autograd import FIELDS, tensors_of
-from clearhead._impl.problem import Problem
+from clearhead.attention.impl import reference
+from clearhead.attention.impl.autograd import FIELDS, tensors_of
+from clearhead.attention.impl.tiled import gather, stream, tiled
+from clearhead.attention.impl.tiled import strips as pieces
+from clearhead.attention.problem import Problem
 from tests import oracle
 
 FIVE = (
@@ -58,11 +60,11 @@ def seeded() -> None:
 @pytest.fixture
 def strips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make strips of a few rows, so that small problems have many."""
-    monkeypatch.setattr(_stream, "ROWS", 5)
-    monkeypatch.setattr(_stream, "ELEMENTS", 300)
+    monkeypatch.setattr(stream, "ROWS", 5)
+    monkeypatch.setattr(stream, "ELEMENTS", 300)
     monkeypatch.setattr(tiled, "ELEMENTS", 1)
     monkeypatch.setattr(tiled, "ROWS", 7)
-    monkeypatch.setattr(_strips, "WIDTH", 8)
+    monkeypatch.setattr(pieces, "WIDTH", 8)
 
 
 def wide(p: Problem) -> Problem:
@@ -221,7 +223,7 @@ class TestTopK:
     def test_of_few_values(self, width: int, k: int, levels: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         weights = torch.randint(0, levels, (1, 2, width), generator=draw).float() / levels
-        found = _gather._TopK(problem(2, width, batch=(1,), head=1, group=1), readings.TopK(k))
+        found = gather._TopK(problem(2, width, batch=(1,), head=1, group=1), readings.TopK(k))
         allowed = torch.ones_like(weights, dtype=torch.bool)
         view = _View(weights, allowed)
         found.see(view)  # type: ignore[arg-type]
@@ -237,7 +239,7 @@ class _View:
 
     def __init__(self, weights: Tensor, allowed: Tensor):
         self.weights, self.allowed, self.leads = weights, allowed, slice(0, 1)
-        self.piece = _strips.Piece(slice(0, 2), slice(0, weights.shape[-1]), slice(0, 0))
+        self.piece = pieces.Piece(slice(0, 2), slice(0, weights.shape[-1]), slice(0, 0))
 
     def positions(self, columns: Tensor) -> Tensor:
         return columns
@@ -430,8 +432,8 @@ class TestMemory:
     def test_no_tensor_of_query_times_source(
         self, mask: Any, features: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_stream, "ELEMENTS", 1 << 12)
-        monkeypatch.setattr(_stream, "ROWS", 16)
+        monkeypatch.setattr(stream, "ELEMENTS", 1 << 12)
+        monkeypatch.setattr(stream, "ROWS", 16)
         monkeypatch.setattr(tiled, "ELEMENTS", 1 << 12)
         monkeypatch.setattr(tiled, "ROWS", 8)
         size = 300

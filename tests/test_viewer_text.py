@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clearhead.viewer.text import label, labels, token_bytes
+from clearhead.views.labels import label, labels, token_bytes
 
 
 @pytest.mark.parametrize(

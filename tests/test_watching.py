@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead import masks, readings, watching
+from clearhead import masks, readings
+from clearhead.recording import watching
 
 WEIGHTS = readings.Weights()
 

@@ -13,17 +13,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clearhead import errors, masks, readings
+from clearhead import masks, readings
+from clearhead._core import errors
 from clearhead.attention import attend
 
 if TYPE_CHECKING:
     from clearhead import heads, models
-    from clearhead.auditing import assert_causal, audit
-    from clearhead.comparing import effects
-    from clearhead.cutting import ablate, head_importance, knockout, zero_weights
-    from clearhead.influencing import influence
-    from clearhead.multihead import MultiheadAttention, convert
-    from clearhead.watching import estimate, watch
+    from clearhead.dependence import assert_causal, audit, influence
+    from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
+    from clearhead.layers import MultiheadAttention, convert
+    from clearhead.recording import estimate, watch
 
 __version__ = "0.1.0"
 
@@ -49,19 +48,19 @@ __all__ = [  # noqa: RUF022
 ]
 
 _HOMES = {
-    "MultiheadAttention": "multihead",
-    "convert": "multihead",
-    "watch": "watching",
-    "estimate": "watching",
+    "MultiheadAttention": "layers",
+    "convert": "layers",
+    "watch": "recording",
+    "estimate": "recording",
     "heads": "heads",
-    "knockout": "cutting",
-    "ablate": "cutting",
-    "zero_weights": "cutting",
-    "head_importance": "cutting",
-    "effects": "comparing",
-    "influence": "influencing",
-    "audit": "auditing",
-    "assert_causal": "auditing",
+    "knockout": "intervention",
+    "ablate": "intervention",
+    "zero_weights": "intervention",
+    "head_importance": "intervention",
+    "effects": "intervention",
+    "influence": "dependence",
+    "audit": "dependence",
+    "assert_causal": "dependence",
     "models": "models",
 }
 
@@ -105,7 +104,7 @@ def _meant(name: str) -> str:
             return f"{home.__name__.removeprefix('clearhead.')}.{name}"
     import difflib
 
-    from clearhead.masks._parse import guess
+    from clearhead.masks import guess
 
     near = difflib.get_close_matches(name, __all__, n=2, cutoff=0.7)
     return " or ".join(near) or (f"masks.{mask}" if (mask := guess(name)) else "")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from clearhead import cli
-from clearhead._heads.atlas import pooled
+from clearhead.heads.roles import pooled
 from clearhead.models.text import shipped_text
 
 MODELS = Path(os.environ.get("CLEARHEAD_MODELS", ".cache/models"))

@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli._arguments import examples, named
-from clearhead.cli._json import document
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import examples, named
+from clearhead.views.json import document
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clearhead.auditing import Report
+    from clearhead.dependence import Report
 
 HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 def audit_spec(arguments: argparse.Namespace) -> Report:
     """Load the model, make the inputs, and ask the question that was named."""
     from clearhead import masks
-    from clearhead.auditing import audit
+    from clearhead.dependence import audit
 
     _only_with_edges(arguments)
     ids = _numbers(arguments.documents) if arguments.documents is not None else None
@@ -125,7 +125,7 @@ def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
                 hint="let the factory give (model, inputs)",
             )
         return _made(spec, length)
-    from clearhead.cli._loading import KINDS, load
+    from clearhead.views.reader import KINDS, load
 
     _refuse_bare_module(spec)
     reader = load(spec, "SPEC", f"{KINDS}, or package.module:factory, which makes one")
@@ -248,7 +248,7 @@ def render(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead.cli._terminal import Terminal
+    from clearhead.views.terminal import Terminal
 
     console = Terminal()
     headline = str(report).splitlines()[0]

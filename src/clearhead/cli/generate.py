@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from clearhead.cli._arguments import add_text, examples, named, text_of
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import add_text, examples, named, text_of
 
 HELP = "continue a text with a trained model"
 
@@ -70,7 +70,7 @@ def _load(spec: str | None) -> Any:
     from clearhead import models
 
     if spec is not None and not Path(spec).expanduser().is_dir():
-        from clearhead.cli._loading import missing
+        from clearhead.views.reader import missing
 
         raise missing(spec)
     return models.load(spec)

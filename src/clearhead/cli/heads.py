@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from clearhead.cli._arguments import examples, many
-from clearhead.cli._json import document
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import examples, many
+from clearhead.views.json import document
 
 HELP = "print which heads are sinks, previous-token, induction or redundant"
 
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.top < 1:
         raise value_error("--top", "must be at least 1", got=arguments.top)
-    from clearhead._heads.atlas import atlas
-    from clearhead._scan.table import read
+    from clearhead.heads import atlas
+    from clearhead.heads.corpus import read
 
     about, table = read(Path(arguments.file).expanduser())
     found = {"about": about, **atlas(table, threshold=arguments.threshold, alike=arguments.alike)}
@@ -65,8 +65,8 @@ def render(found: dict[str, Any], top: int) -> None:
     """Draw the atlas on the terminal: a picture of all heads, then the best of each role."""
     from rich.text import Text
 
-    from clearhead._heads.atlas import ROLES
-    from clearhead.cli._terminal import Terminal
+    from clearhead.heads import ROLES
+    from clearhead.views.terminal import Terminal
 
     console = Terminal()
     about, heads = found["about"], found["heads"]
@@ -97,7 +97,7 @@ def _picture(heads: list[dict[str, Any]], redundant: list[dict[str, Any]]) -> An
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead._heads.atlas import ROLES
+    from clearhead.heads import ROLES
 
     width = 1 + max(head["head"] for head in heads)
     cells = {(head["layer"], head["head"]): head["roles"] for head in heads}

@@ -8,7 +8,7 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from clearhead.cli._arguments import examples
+from clearhead.cli.arguments import examples
 
 HELP = "versions, threads, implementations and instruction sets of this machine"
 OPTIONAL = ("transformers", "gguf", "pyarrow", "onnx")
@@ -35,7 +35,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     import clearhead
-    from clearhead import _impl
+    from clearhead.attention import impl
 
     return {
         "clearhead": clearhead.__version__,
@@ -43,7 +43,7 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "implementations": _impl.available(),
+        "implementations": impl.available(),
         "optional": {name: _version(name) for name in OPTIONAL},
     }
 
@@ -59,7 +59,7 @@ def _render(facts: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead.cli._terminal import Terminal
+    from clearhead.views.terminal import Terminal
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name in ("clearhead", "python", "torch", "threads", "machine"):

@@ -6,14 +6,14 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli._arguments import add_text, examples, named, text_of
-from clearhead.cli._json import document
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import add_text, examples, named, text_of
+from clearhead.views.json import document
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clearhead.cli._loading import Reader
+    from clearhead.views.reader import Reader
 
 HELP = "what the model predicts for a text, and where a position looks"
 # A map of all weights is made for texts of at most this many tokens.
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top < 1:
         raise value_error("--top", "must be at least 1", got=arguments.top)
     text = text_of(arguments, "TEXT")
-    from clearhead.cli._loading import load
+    from clearhead.views.reader import load
 
     with named(text="TEXT", tokens="TEXT"):
         seen = look(
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(document(seen))
     else:
-        from clearhead.cli._look import render
+        from clearhead.views.look_text import render
 
         render(seen)
     return 0
@@ -203,7 +203,7 @@ def _difference(
     """Cut in all layers and heads at once, or in the layer and head that were asked for."""
     import torch
 
-    from clearhead.cli._difference import difference
+    from clearhead.views.difference import difference
 
     where, over, pairs = "all layers and heads at once", "mean weight, all layers", None
     shown = layers

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli._arguments import many, named
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import many, named
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -138,7 +138,7 @@ def _cells(query: int, source: int) -> int:
 
 def render(seen: dict[str, Any]) -> None:
     """Draw what `describe` gathered on the terminal."""
-    from clearhead.cli._terminal import Terminal
+    from clearhead.views.terminal import Terminal
 
     console = Terminal()
     for line in lines(seen):

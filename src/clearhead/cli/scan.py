@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli._arguments import examples
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import examples
 
 if TYPE_CHECKING:
-    from clearhead._scan.checkpoint import Checkpoint
-    from clearhead._scan.corpus import Corpus
-    from clearhead._scan.job import Job
-    from clearhead.cli._loading import Reader
+    from clearhead.heads.corpus import Checkpoint, Corpus, Job
+    from clearhead.views.reader import Reader
 
 HELP = "measure what every head does over a corpus, as a Parquet table"
 # Tokens of a sequence, unless the model reads fewer.
@@ -91,9 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Scan, and say what was written; 130 where it was stopped."""
     target = Path(arguments.out).expanduser()
     _check(arguments, target)
-    from clearhead._scan.checkpoint import Checkpoint
-    from clearhead._scan.corpus import Corpus
-    from clearhead._scan.table import parquet
+    from clearhead.heads.corpus import Checkpoint, Corpus, parquet
 
     parquet()
     corpus = Corpus(
@@ -107,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _scan(arguments: argparse.Namespace, job: Job) -> int:
-    from clearhead._scan.job import Stopped
+    from clearhead.heads.corpus import Stopped
 
     if arguments.resume and job.checkpoint.exists:
         job.resume()
@@ -165,10 +161,9 @@ def _check_unfinished(arguments: argparse.Namespace, checkpoint: Checkpoint) -> 
 
 
 def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) -> Job:
-    from clearhead._scan.job import Job
-    from clearhead._scan.sequences import Sequences
-    from clearhead.cli._loading import load
     from clearhead.heads import Survey
+    from clearhead.heads.corpus import Job, Sequences
+    from clearhead.views.reader import load
 
     reader = load(arguments.model)
     if not reader.attends:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearhead.cli._arguments import examples, named
-from clearhead.errors import value_error
+from clearhead._core import value_error
+from clearhead.cli.arguments import examples, named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +134,7 @@ def _must_fit(kind: Any, vocabulary: Any, sizes: dict[str, Any]) -> None:
     """Refuse a model that memory cannot hold, before making it takes all of the memory."""
     import torch
 
-    from clearhead._checks import free_bytes
+    from clearhead.attention import free_bytes
 
     def parameters(layers: int) -> int:
         with torch.device("meta"):

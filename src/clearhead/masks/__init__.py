@@ -18,27 +18,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from clearhead.errors import did_you_mean
-from clearhead.masks._convert import (
-    from_additive,
-    from_huggingface,
-    from_multihead,
-    from_sdpa,
-)
-from clearhead.masks._edges import edges
-from clearhead.masks._make import (
-    dense,
-    document,
-    duplicate,
-    induction,
-    keep,
-    lengths,
-    same,
-    where,
-)
-from clearhead.masks._mask import Block, Mask
-from clearhead.masks._parse import guess, parse
-from clearhead.masks._relative import (
+from clearhead._core import did_you_mean
+from clearhead.masks.algebra import And as And
+from clearhead.masks.algebra import Minus as Minus
+from clearhead.masks.algebra import Not as Not
+from clearhead.masks.algebra import Or as Or
+from clearhead.masks.convert import from_additive, from_huggingface, from_multihead, from_sdpa
+from clearhead.masks.data import Dense as Dense
+from clearhead.masks.make import MAY_ATTEND as MAY_ATTEND
+from clearhead.masks.make import dense, document, duplicate, induction, keep, lengths, same, where
+from clearhead.masks.make import no_mask as no_mask
+from clearhead.masks.make import only_ones_and_zeros as only_ones_and_zeros
+from clearhead.masks.mask import Block, Mask
+from clearhead.masks.mask import Own as Own
+from clearhead.masks.pairs import edges
+from clearhead.masks.parse import guess, parse
+from clearhead.masks.positional import Relative as Relative
+from clearhead.masks.positional import (
     band,
     causal,
     diagonal,
@@ -48,7 +44,7 @@ from clearhead.masks._relative import (
     prefix,
     window,
 )
-from clearhead.masks._words import Map, default_sizes, picture
+from clearhead.masks.text import Map, default_sizes, picture
 
 EMPTY, PARTIAL, FULL = Block
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead._files import replacing
-from clearhead.errors import value_error
+from clearhead._core import replacing, value_error
 from clearhead.models.bert import BERT
 from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN

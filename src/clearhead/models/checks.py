@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from clearhead.errors import type_error, value_error
+from clearhead._core import type_error, value_error
 from clearhead.models.text import Characters
 
 __all__ = ["check_sizes", "check_tokens"]

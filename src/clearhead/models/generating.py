@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from clearhead.errors import type_error, value_error
+from clearhead._core import type_error, value_error
 from clearhead.models.checkpoint import Model
 from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from clearhead.errors import value_error
+from clearhead._core import value_error
 
 __all__ = ["Characters", "read_text", "shipped_text"]
 

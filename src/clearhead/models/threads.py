@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from clearhead.errors import value_error
+from clearhead._core import value_error
 
 __all__ = ["SMALL", "check_threads", "small_threads"]
 

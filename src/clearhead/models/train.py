@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearhead.errors import value_error
+from clearhead._core import value_error
 from clearhead.models import checkpoint
 from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import check_threads, small_threads

@@ -1,0 +1,199 @@
+"""Which module of the model is running."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Modules", "two_sided"]
+
+_ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
+_MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
+_RECURS = re.compile(
+    r"mamba|mixer|ssm|rwkv|lstm|gru|rnn|hyena|retention|recurrent|deltanet|linearattention"
+    r"|shortconv|fourier",
+    re.IGNORECASE,
+)
+_CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", "encoder_attn")
+
+
+_FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def two_sided(model: Any) -> bool:
+    """Say whether a model has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _within(name: str, other: str) -> bool:
+    """Whether a module is another one, or inside it."""
+    return not other or name == other or name.startswith(other + ".")
+
+
+def _plain(name: str) -> str:
+    """Leave out of a dotted name what `torch.compile` put in."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Say on how many positions a model is called."""
+    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+    for tokens in (*(kwargs.get(name) for name in names), *inputs[:1]):
+        if isinstance(tokens, Tensor) and tokens.ndim > 1:
+            return tokens.shape[1]
+    return None
+
+
+def _alike(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]
+
+
+def _outermost(names: list[str]) -> list[str]:
+    return [name for name in names if not any(_within(name, o) for o in names if o != name)]
+
+
+class Modules:
+    """The stack of running modules of one model, in the thread that watches it.
+
+    For a plain function there are no modules: every call counts, under the empty name.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.names: dict[int, str] = {}
+        self.ran: set[str] = set()
+        self.elsewhere: set[str] = set()
+        self.scripted: set[str] = set()
+        self.fast = False
+        self.on_begin: Callable[[str], None] = lambda name: None
+        self.on_end: Callable[[str, int | None], None] = lambda name, count: None
+        self._stack: list[str] = []
+        self._thread = threading.get_ident()
+        named = list(model.named_modules()) if isinstance(model, nn.Module) else []
+        self._modules = {_plain(name): module for name, module in named}
+        for name, module in self._modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.scripted.add(name)
+            else:
+                self.names[id(module)] = name
+        self.eager = len(named) == len(self._modules) and not self.compiled
+
+    @property
+    def compiled(self) -> list[nn.Module]:
+        """The modules that `module.compile()` was called on."""
+        return [module for module in self._modules.values() if module._compiled_call_impl]
+
+    @property
+    def active(self) -> bool:
+        """Whether a call made now is the model's."""
+        return bool(self._stack) or not self._modules
+
+    def runs(self, name: str) -> bool:
+        """Whether the module of this name, or one inside it, runs now."""
+        return name in self._stack
+
+    @property
+    def over(self) -> bool:
+        """Whether no module of the model runs."""
+        return not self._stack
+
+    @property
+    def current(self) -> str:
+        """The dotted name of the innermost running module."""
+        return self._stack[-1] if self._stack else ""
+
+    def named(self, module: Any) -> str:
+        """Give the dotted name of a module of the model."""
+        return self.names.get(id(module), self.current)
+
+    def says_cross(self, name: str) -> bool | None:
+        """Say what the module's own name or attribute calls its attention, where it does."""
+        module = self._modules.get(name)
+        flag = getattr(module, "is_cross_attention", None)
+        if isinstance(flag, bool):
+            return flag
+        leaf = name.lower()
+        return True if any(word in leaf for word in _CROSS) else None
+
+    def overlooked(self, seen: set[str]) -> list[str]:
+        """Name the modules called attention that ran without a call that was seen."""
+        found = []
+        for name in sorted(self.ran):
+            if not _ATTENDS.search(type(self._modules[name]).__name__) or not name:
+                continue
+            if not any(_within(name, other) or _within(other, name) for other in seen):
+                found.append(name)
+        return _outermost(found)
+
+    def recurrent(self, seen: set[str]) -> list[tuple[str, str]]:
+        """Name the modules that ran and mix positions by other means, with their classes."""
+        whole, found = type(self.model).__name__, {}
+        for name in sorted(self.ran - {""}):
+            of = type(self._modules[name]).__name__
+            # in RecurrentGemmaMLP only MLP says what it does
+            same = sum(1 for _ in takewhile(_alike, zip(of, whole, strict=False)))
+            if _RECURS.search(of[same:]) and not any(_within(other, name) for other in seen):
+                found[name] = of
+        return [(name, found[name]) for name in _outermost(list(found))]
+
+    def in_threads(self) -> list[str]:
+        """Name the outermost modules that ran in other threads only."""
+        return _outermost(sorted(self.elsewhere - self.ran))
+
+    def mixers(self) -> list[str]:
+        """Name the classes of the modules that ran and may mix positions without attention."""
+        classes = {type(self._modules[name]).__name__ for name in self.ran}
+        return sorted(name for name in classes if _MIXES.search(name) or _ATTENDS.search(name))
+
+    def takes_fast_path(self, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
+        """Whether torch would run this module through its fused encoder path."""
+        if not isinstance(module, _FAST):
+            return False
+        if isinstance(module, nn.MultiheadAttention) and len({*map(id, inputs[:3])}) > 1:
+            return False
+        if module.training or not torch.backends.mha.get_fastpath_enabled():
+            return False
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        return not learning
+
+    @contextlib.contextmanager
+    def running(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Hear that a module runs, in this thread or another one."""
+        name = self.names[id(module)]
+        if threading.get_ident() != self._thread:
+            self.elsewhere.add(name)
+            yield
+            return
+        self.ran.add(name)
+        self.fast = self.fast or self.takes_fast_path(module, args)
+        before = list(self._stack)
+        self._stack.append(name)
+        self.on_begin(name)
+        try:
+            yield
+            self._stack[:] = before
+            self.on_end(name, _count(args, kwargs))
+        finally:
+            self._stack[:] = before
+
+
+def nothing_seen(modules: Modules, notes: list[str]) -> str:
+    lines = ["watch: no attention call of the model was seen"]
+    lines += [f"  {note}" for note in notes]
+    if modules.elsewhere:
+        lines.append("  the model ran in another thread than the one that watches")
+        lines.append("  to do: call it in the thread of the with block")
+    elif modules.names and not modules.ran:
+        lines.append("  the model was not called inside the block")
+    elif mixers := modules.mixers():
+        lines.append("  to mix positions it seems to use " + ", ".join(mixers))
+    return "\n".join(lines)

@@ -1,0 +1,23 @@
+"""What every floor shares: sizes, active transforms, errors, files and indices."""
+
+from __future__ import annotations
+
+from clearhead._core import errors
+from clearhead._core.errors import did_you_mean, type_error, value_error, warn
+from clearhead._core.files import replacing
+from clearhead._core.indices import is_number, numbers
+from clearhead._core.sizes import Sizes
+from clearhead._core.transforms import watchers
+
+__all__ = [
+    "Sizes",
+    "did_you_mean",
+    "errors",
+    "is_number",
+    "numbers",
+    "replacing",
+    "type_error",
+    "value_error",
+    "warn",
+    "watchers",
+]

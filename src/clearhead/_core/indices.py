@@ -1,0 +1,31 @@
+"""Numbers by which layers, heads, queries and calls are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+from clearhead._core.errors import type_error, value_error
+
+__all__ = ["is_number", "numbers"]
+
+
+def is_number(given: Any) -> bool:
+    """Say whether it is a whole number; True and False are none."""
+    return isinstance(given, Integral) and not isinstance(given, bool)
+
+
+def numbers(name: str, given: Any) -> tuple[int, ...] | None:
+    """Read one number or several; None stays None."""
+    if given is None:
+        return None
+    if isinstance(given, (str, bytes)) or not (isinstance(given, Iterable) or is_number(given)):
+        raise type_error(name, "takes numbers", got=repr(given))
+    listed: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+    for number in listed:
+        if not is_number(number):
+            raise type_error(name, "takes numbers", got=repr(number))
+    if not listed:
+        raise value_error(name, "needs at least one number", got="none")
+    return tuple(int(number) for number in listed)

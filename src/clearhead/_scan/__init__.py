@@ -1,1 +1,0 @@
-"""How a corpus becomes a table: records, sequences, batches, checkpoints, Parquet."""

@@ -1,0 +1,5 @@
+"""The compiled CPU kernel."""
+
+from __future__ import annotations
+
+__all__ = []

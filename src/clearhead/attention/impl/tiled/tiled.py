@@ -1,0 +1,287 @@
+"""Attention over strips of rows: torch operations on any device, memory linear in the positions.
+
+Plain calls on a CPU take one pass over strips that stay in the cache (`_stream`), half precision
+torch's own fused kernel for the context (`_fused`); all else takes the equation strip by strip
+(`_strips`). What is chosen never depends on `read`, so that looking changes nothing. The backward
+is torch's fused one where it means the same, or computes each strip again under autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from clearhead import readings
+from clearhead._core import watchers
+from clearhead.attention.impl.autograd import (
+    bare,
+    filled,
+    pull,
+    tensors_of,
+    wants_gradient,
+    wrapped,
+)
+from clearhead.attention.impl.tiled import fused, stream
+from clearhead.attention.impl.tiled.strips import (
+    Piece,
+    height_for,
+    mix,
+    plan,
+    take,
+    take_bias,
+    weigh,
+)
+from clearhead.attention.problem import Problem
+from clearhead.readings import BlockMapValue, Blocks, PerQuery, Reading, Strip
+
+NAME = "tiled"
+# Elements in a strip of all heads and samples, and the fewest rows that still make a fair matmul.
+ELEMENTS, ROWS = 1 << 21, 32
+
+
+def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
+    """Say why the call needs the reference: what is watched from outside, or unknown readings."""
+    reasons = watchers()
+    inputs = tensors_of(problem)
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs if x is not None):
+        reasons.append("an input is a tensor subclass")
+    if problem.query.is_meta:
+        reasons.append("meta tensors hold nothing to compute with")
+    foreign = any(type(reading).__module__ != readings.__name__ for reading in read)
+    if foreign and wants_gradient(problem):
+        reasons.append("a reading that is not clearhead's own has no gradient here")
+    return reasons
+
+
+def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
+    """Return the context and the values of the readings."""
+    if not wants_gradient(problem):
+        context, _, parts = _forward(problem, read)
+        return context, [r.finish(part) for r, part in zip(read, parts, strict=True)]
+    specs: list[Any] = []
+    context, *flat = _Tiled.apply(problem, read, specs, *tensors_of(problem))  # type: ignore[misc]
+    return context, pytree.tree_unflatten(flat, specs[0])
+
+
+def readings_only(problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
+    """Return the values of the readings alone, without a gradient."""
+    with torch.no_grad():
+        _, _, parts = _forward(problem, read, mix=False)
+        return [reading.finish(part) for reading, part in zip(read, parts, strict=True)]
+
+
+def _forward(
+    problem: Problem, read: tuple[Reading, ...], mix: bool = True, graph: bool = False
+) -> tuple[Any, Tensor | None, list[Any]]:
+    """Context, log-sum-exp where it is known, and the part of each reading."""
+    if not stream.serves(problem):
+        return _by_strips(problem, read, mix)
+    # What computes the context never depends on what is read.
+    by_torch = mix and fused.serves(problem)
+    if by_torch and not (read or graph):
+        return fused.attend(problem), None, []
+    context, lse, parts = stream.attend(problem, read, mix and not by_torch)
+    if by_torch:
+        context = fused.attend(problem)
+    rest = [i for i, part in enumerate(parts) if part is None]
+    if rest:
+        found = _by_strips(problem, tuple(read[i] for i in rest), mix=False)[2]
+        for i, part in zip(rest, found, strict=True):
+            parts[i] = part
+    return context, lse, parts
+
+
+def _by_strips(
+    problem: Problem, read: tuple[Reading, ...], mix: bool
+) -> tuple[Tensor, None, list[Any]]:
+    query, value = problem.query, problem.value
+    mixed = query.new_empty(*query.shape[:-1], value.shape[-1] if mix else 0)
+    parts: list[Any] = [None] * len(read)
+    call = _Call(problem)
+    for piece in call.pieces():
+        strip, allowed = call.weigh(piece)
+        if mix:
+            mixed[..., piece.rows, :] = call.mix(piece, strip, allowed)
+        for i, reading in enumerate(read):
+            part = reading.part(strip)
+            parts[i] = part if parts[i] is None else reading.merge(parts[i], part)
+    return mixed, None, parts
+
+
+class _Call:
+    """The inputs of a call in the dtype it is computed in, and the equation on its strips."""
+
+    def __init__(self, problem: Problem):
+        self.problem, dtype = problem, problem.dtype
+        self.query, self.key = problem.query.to(dtype), problem.key.to(dtype)
+        self.value, self.bias, self.sinks = problem.value.to(dtype), problem.bias, problem.sinks
+        self.finite = _finite(self.query) and _finite(self.key)
+        self.finite_value = _finite(self.value)
+
+    def pieces(self, whole: bool = False) -> list[Piece]:
+        """The strips; an empty map has one, so that readings have a part."""
+        height = height_for(self.problem, ELEMENTS, ROWS)
+        height = max(self.query.shape[-2], 1) if whole else height
+        nothing = [Piece(slice(0, 0), slice(0, 0), slice(0, 0))]
+        return plan(self.problem, height) or nothing
+
+    def cut(self, piece: Piece) -> tuple[Any, ...]:
+        """The piece's share of query, key, value, bias and sinks."""
+        bias = None if self.bias is None else take_bias(self.bias, piece)
+        query = self.query[..., piece.rows, :]
+        return query, *(take(x, piece.columns) for x in (self.key, self.value)), bias, self.sinks
+
+    def weigh(self, piece: Piece, cut: tuple[Any, ...] | None = None) -> Any:
+        query, key, _, bias, sinks = cut or self.cut(piece)
+        return weigh(self.problem, piece, query, key, bias, sinks, self.finite)
+
+    def mix(self, piece: Piece, strip: Strip, allowed: Any, value: Tensor | None = None) -> Tensor:
+        value = take(self.value, piece.columns) if value is None else value
+        return mix(self.problem, strip, value, allowed, self.finite_value)
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.detach().isfinite().all())
+
+
+class _Tiled(torch.autograd.Function):
+    """The forward without a graph; the backward computes strip after strip again."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
+        context, lse, parts = _forward(problem, read, graph=True)
+        values = [r.finish(part) for r, part in zip(read, parts, strict=True)]
+        flat, spec = pytree.tree_flatten(values)
+        specs.append(spec)
+        ctx.problem, ctx.read, ctx.spec = bare(problem), read, spec
+        # Aliases: an output kept on ctx would keep itself alive.
+        ctx.parts = pytree.tree_map_only(Tensor, Tensor.detach, parts)
+        ctx.save_for_backward(*inputs, context, lse)
+        ctx.set_materialize_grads(False)
+        flat = [x.view_as(x) for x in flat]
+        shown = pytree.tree_unflatten(flat, spec)
+        ctx.mark_non_differentiable(*(x.max for x in shown if isinstance(x, BlockMapValue)))
+        return context, *flat
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any):
+        *inputs, context, lse = ctx.saved_tensors
+        problem = filled(ctx.problem, inputs)
+        outer, *flat = gradients
+        needs = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled() or wrapped(gradients):
+            found = _whole_gradient(problem, ctx.read, gradients, needs)
+        elif fused.differentiates(problem, lse, gradients):
+            found = (*fused.gradient(problem, context, lse, outer), None, None)
+        else:
+            given = pytree.tree_unflatten(flat, ctx.spec)
+            pairs = zip(ctx.read, ctx.parts, given, strict=True)
+            shares = [_part_gradient(*each) for each in pairs]
+            found = _strip_gradient(problem, ctx.read, shares, outer, needs)
+        return None, None, None, *found
+
+
+def _whole_gradient(
+    problem: Problem, read: tuple[Reading, ...], gradients: tuple[Any, ...], needs: Any
+) -> list[Tensor | None]:
+    """The gradient as a differentiable function of inputs and gradients, in one strip."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # One tensor may be query, key and value at once: each alias has its own gradient.
+        inputs = [None if x is None else x.view_as(x) for x in tensors_of(problem)]
+        call = _Call(filled(problem, inputs))
+        (piece,) = call.pieces(whole=True)
+        strip, allowed = call.weigh(piece)
+        values = [reading.finish(reading.part(strip)) for reading in read]
+        context = call.mix(piece, strip, allowed).to(problem.query.dtype)
+        return pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, again)
+
+
+def _part_gradient(reading: Reading, part: Any, given: Any) -> Any:
+    """From the gradient of a value to that of its part; None where there is none."""
+    leaves, spec = pytree.tree_flatten(part)
+    with torch.enable_grad():
+        leaves = [x.requires_grad_() if _real(x) else x for x in leaves]
+        value = reading.finish(pytree.tree_unflatten(leaves, spec))
+    needs = [_real(x) for x in leaves]
+    found = pull(pytree.tree_leaves(value), pytree.tree_leaves(given), leaves, needs, False)
+    return pytree.tree_unflatten(found, spec)
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _strip_gradient(
+    problem: Problem, read: tuple[Reading, ...], shares: list[Any], outer: Any, needs: Any
+) -> list[Tensor | None]:
+    call, dtype = _Call(problem), problem.dtype
+    sums = [
+        torch.zeros(x.shape, dtype=dtype, device=x.device) if need else None
+        for x, need in zip(tensors_of(problem), needs, strict=True)
+    ]
+    for index, piece in enumerate(call.pieces()):
+        cut = [None if x is None else x.detach().to(dtype) for x in call.cut(piece)]
+        cut = [
+            x.requires_grad_() if need and x is not None else x
+            for x, need in zip(cut, needs, strict=True)
+        ]
+        with torch.enable_grad():
+            strip, allowed = call.weigh(piece, tuple(cut))
+            outputs, gradients = [], []
+            if outer is not None:
+                outputs.append(call.mix(piece, strip, allowed, cut[2]))
+                gradients.append(outer[..., piece.rows, :].to(dtype))
+            for reading, share in zip(read, shares, strict=True):
+                outputs += pytree.tree_leaves(reading.part(strip))
+                gradients += pytree.tree_leaves(_share_of(reading, share, piece, index))
+        _add(sums, piece, pull(outputs, gradients, cut, needs, False))
+    return [
+        None if x is None else x.to(given.dtype)
+        for x, given in zip(sums, tensors_of(problem), strict=True)
+    ]
+
+
+def _share_of(reading: Reading, share: Any, piece: Piece, index: int) -> Any:
+    """What a strip's part gets of the gradient of the merged part."""
+    if isinstance(share, Blocks):
+        return Blocks((share.pieces[index],), share.query, share.source)
+    if isinstance(share, PerQuery):
+        axis, start = cast("Any", reading).axis, piece.rows.start
+        values: Any = (
+            None if x is None else x.narrow(axis, start, piece.rows.stop - start)
+            for x in share.values
+        )
+        return PerQuery(share.queries, tuple(values))
+    return share
+
+
+def _add(sums: list[Tensor | None], piece: Piece, found: list[Tensor | None]) -> None:
+    """Add a strip's gradients of query, key, value, bias and sinks in their places."""
+    for i, (total, x) in enumerate(zip(sums, found, strict=True)):
+        if total is None or x is None:
+            continue
+        if i == 0:
+            total[..., piece.rows, :] = x
+        elif i == 4:
+            total += x
+        else:
+            _add_columns(total, piece, x, bias=i == 3)
+
+
+def _add_columns(total: Tensor, piece: Piece, x: Tensor, bias: bool) -> None:
+    axis = -2
+    if bias:
+        if total.ndim >= 2 and total.shape[-2] != 1:
+            total = total[..., piece.rows, :]
+        if total.ndim < 1 or total.shape[-1] == 1:
+            total += x
+            return
+        axis = -1
+    if isinstance(piece.columns, Tensor):
+        total.index_add_(axis, piece.columns, x)
+    else:
+        total.narrow(axis, piece.columns.start, piece.width).add_(x)

@@ -1,0 +1,103 @@
+"""What commands share of their arguments: the text that is read, and names in errors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from clearhead._core import value_error
+
+__all__ = ["add_text", "examples", "many", "named", "text_of"]
+
+
+def examples(parser: argparse.ArgumentParser, *lines: str) -> None:
+    """Close the help of a command with examples."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+
+
+def add_text(parser: argparse.ArgumentParser, metavar: str, words: str) -> None:
+    """Declare a text that is given, read from standard input, or from a file."""
+    parser.add_argument(
+        "text", metavar=metavar, nargs="?", help=f"{words} (- reads standard input)"
+    )
+    parser.add_argument("--file", metavar="FILE", help=f"read {metavar} from a file in UTF-8")
+
+
+def text_of(arguments: argparse.Namespace, metavar: str) -> str:
+    """Give the text of `add_text`; the line end that closes a file or an input is none of it."""
+    given, file = arguments.text, arguments.file
+    if (given is None) == (file is None):
+        rule = "is needed" if given is None else f"and --file are two texts, {metavar} is one"
+        raise value_error(metavar, rule, hint=f"give {metavar}, - or --file FILE")
+    if file is not None:
+        from clearhead.models import read_text
+
+        with named(file="--file"):
+            return read_text(file).removesuffix("\n")
+    if given == "-" and sys.stdin is None:
+        raise value_error(metavar, "cannot be read, as standard input is closed", hint="give it")
+    if given == "-":
+        return _standard_input(metavar).removesuffix("\n")
+    if "." in given and _is_file(given):
+        print(f"note: {given} is read as a text; --file {given} reads the file", file=sys.stderr)
+    return given
+
+
+def _standard_input(metavar: str) -> str:
+    """Read all of it; bytes of another encoding are an error, or (in some locales) surrogates."""
+    try:
+        text = sys.stdin.read()
+        text.encode()
+    except UnicodeError as error:
+        encoding = (sys.stdin.encoding or "utf-8").upper()
+        hint = f"convert it to {encoding} first, for example with iconv"
+        rule = f"standard input is not {encoding}"
+        raise value_error(metavar, rule, got=_odd_byte(error), hint=hint) from None
+    return text
+
+
+def _odd_byte(error: UnicodeError) -> str:
+    """The first byte or character that could not be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.object[error.start]:#04x}"
+    assert isinstance(error, UnicodeEncodeError)
+    # A locale that passes everything on hides byte 0x80 in the surrogate U+DC80.
+    return f"byte {ord(error.object[error.start]) & 0xFF:#04x} at character {error.start}"
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def named(**options: str) -> Iterator[None]:
+    """Let an error name the command's option instead of the library's argument.
+
+    >>> with named(i="--row"):
+    ...     raise ValueError("i: lies in 0..3")
+    Traceback (most recent call last):
+    ValueError: --row: lies in 0..3
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        argument, colon, rest = str(error).partition(": ")
+        if not colon or argument not in options:
+            raise
+        raise type(error)(f"{options[argument]}: {rest}") from error
+
+
+def many(number: int, one: str, more: str | None = None) -> str:
+    """Put a number before its word.
+
+    >>> many(1, "query", "queries"), many(2000, "head")
+    ('1 query', '2,000 heads')
+    """
+    return f"{number:,} {one if number == 1 else more or one + 's'}"

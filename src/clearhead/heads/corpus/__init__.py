@@ -1,0 +1,11 @@
+"""How a corpus becomes a table: records, sequences, batches, checkpoints, Parquet."""
+
+from __future__ import annotations
+
+from clearhead.heads.corpus.checkpoint import Checkpoint
+from clearhead.heads.corpus.corpus import Corpus
+from clearhead.heads.corpus.job import Job, Stopped
+from clearhead.heads.corpus.sequences import Sequences
+from clearhead.heads.corpus.table import parquet, read
+
+__all__ = ["Checkpoint", "Corpus", "Job", "Sequences", "Stopped", "parquet", "read"]

@@ -1,0 +1,157 @@
+"""What a scan needs to go on after it was stopped or killed, in a directory beside the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from clearhead._core import replacing, value_error
+from clearhead.heads.moments import Moments
+
+__all__ = ["Checkpoint"]
+
+# Of the state: another one cannot be gone on with.
+VERSION = 2
+_FIELDS = ("count", "mean", "spread")
+
+
+class Checkpoint:
+    """The directory FILE.partial: one state file, replaced as a whole, and finished rows.
+
+    Rows of documents are written before the state that counts them: a part that no state knows of
+    is written over. One process at a time holds the directory: the lock goes with it, however it
+    ends.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.home = target.with_name(target.name + ".partial")
+        self.parts = 0
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is something to go on with."""
+        return self._state.exists()
+
+    @property
+    def newer(self) -> bool:
+        """Whether the state was written after the table that stands there."""
+        return self._state.stat().st_mtime_ns >= self.target.stat().st_mtime_ns
+
+    @property
+    def _state(self) -> Path:
+        return self.home / "state.safetensors"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other scans from the same FILE; leave no directory in which nothing is kept."""
+        file = self._locked()
+        try:
+            yield
+        finally:
+            if not self.exists:
+                shutil.rmtree(self.home, ignore_errors=True)
+            file.close()
+
+    def _locked(self) -> IO[bytes]:
+        while True:
+            self.home.mkdir(exist_ok=True)
+            try:
+                file = (self.home / "lock").open("ab")
+            except FileNotFoundError:  # the scan that had it has just ended
+                continue
+            if not _lock(file):
+                file.close()
+                hint = "wait for it, or write to another file"
+                raise value_error("--out", "another scan writes it", got=self.target, hint=hint)
+            # Whoever had the lock before may have taken the file away.
+            if _is(file, self.home / "lock"):
+                return file
+            file.close()
+
+    def clear(self) -> None:
+        """Forget everything; the lock is kept."""
+        self.parts = 0
+        # The state first: rows without a state are no scan.
+        self._state.unlink(missing_ok=True)
+        for path in self.home.glob("rows-*.parquet"):
+            path.unlink(missing_ok=True)
+
+    def save(self, moments: Mapping[str, Moments], state: Mapping[str, Any]) -> None:
+        """Write the state: numbers by name, and what JSON can hold."""
+        from safetensors.torch import save_file
+
+        tensors = {
+            f"{name}.{field}": getattr(some, field).contiguous()
+            for name, some in moments.items()
+            for field in _FIELDS
+        }
+        document = json.dumps({**state, "version": VERSION, "parts": self.parts})
+        with replacing(self._state) as part:
+            save_file(tensors, part, metadata={"clearhead": document})
+
+    def load(self) -> tuple[dict[str, Moments], dict[str, Any]]:
+        """Read what `save` wrote."""
+        from safetensors import SafetensorError, safe_open
+
+        path, hint = self._state, "start over with --force"
+        try:
+            with safe_open(path, framework="pt") as file:
+                state = json.loads(file.metadata()["clearhead"])
+                tensors: dict[str, Tensor] = {
+                    name: file.get_tensor(name)
+                    for name in file.keys()  # noqa: SIM118
+                }
+            names = {name.rpartition(".")[0] for name in tensors}
+            found = {name: Moments(*(tensors[f"{name}.{f}"] for f in _FIELDS)) for name in names}
+            self.parts, version = state["parts"], state.get("version")
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise value_error("--resume", "cannot read its state", got=path, hint=hint) from error
+        if version != VERSION:
+            raise value_error("--resume", "another version of clearhead wrote its state", hint=hint)
+        for path in self.row_files():
+            if not path.is_file():
+                raise value_error("--resume", "misses rows that were finished", got=path, hint=hint)
+        return found, state
+
+    def next_part(self) -> Path:
+        """Where the next finished rows go; `add_part` counts them."""
+        return self._part(self.parts)
+
+    def add_part(self) -> None:
+        """Count the rows that were written."""
+        self.parts += 1
+
+    def row_files(self) -> Iterator[Path]:
+        """Give the files of finished rows, in order."""
+        return map(self._part, range(self.parts))
+
+    def _part(self, number: int) -> Path:
+        return self.home / f"rows-{number:06}.parquet"
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Take a lock that the system lets go when the process ends; True where there are none."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,203 @@
+"""Records of a corpus of any size, one after another; what is broken is counted, not fatal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from clearhead._core import value_error
+
+__all__ = ["Corpus", "Record"]
+
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+# Longer texts are read in pieces, each a record, so that memory does not grow with them; a line of
+# JSON, which cannot be cut, has at most so many bytes.
+_PIECE, _LONGEST = 1 << 20, 1 << 26
+
+
+class Record(NamedTuple):
+    """One text, its number among the usable ones, and how much of the corpus lies behind it."""
+
+    number: int
+    text: str
+    share: float
+
+
+class Corpus:
+    """Texts from a file: a line, a paragraph, a JSON object or a Parquet row each.
+
+    `problems` counts what could not be used, by reason, and `places` says where the first was.
+    """
+
+    def __init__(self, path: Path, *, format: str | None, by: str, field: str) -> None:
+        self.path, self.by, self.field = path, by, field
+        self.size = _size(path)
+        self.format = format or _format(path)
+        self.problems: Counter[str] = Counter()
+        self.places: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Record]:
+        """Read from the beginning."""
+        self.problems.clear()
+        self.places.clear()
+        texts = {"text": self._texts, "jsonl": self._objects, "parquet": self._rows}
+        pieces = (
+            (text[at : at + _PIECE], share)
+            for text, share in texts[self.format]()
+            for at in range(0, len(text), _PIECE)
+        )
+        found = ((text, share) for text, share in pieces if text.strip())
+        for number, (text, share) in enumerate(found):
+            yield Record(number, text, share)
+
+    def problem(self, reason: str, place: str) -> None:
+        """Count something that could not be used."""
+        self.problems[reason] += 1
+        self.places.setdefault(reason, place)
+
+    def _lines(self, limit: int) -> Iterator[tuple[int, bytes, float]]:
+        """Lines with their numbers from 1; a longer one than `limit` comes in pieces."""
+        with self.path.open("rb") as file:
+            number = 1
+            while line := file.readline(limit):
+                yield number, line, self._share(file)
+                number += line.endswith(b"\n")
+
+    def _share(self, file: IO[bytes]) -> float:
+        return file.tell() / self.size if self.size else 0.0
+
+    def _decoded(self) -> Iterator[tuple[str, float]]:
+        """Lines of text; broken ones are counted, and endless ones cut."""
+        rest = b""
+        for number, line, share in self._lines(_PIECE):
+            line, rest = rest + line, b""
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                if line.endswith(b"\n") or error.start < len(line) - 3 or error.start == 0:
+                    self.problem("not UTF-8", f"line {number}")
+                    continue
+                # A cut through a character: its beginning belongs to the next piece.
+                text, rest = line[: error.start].decode(), line[error.start :]
+            if "\0" in text:
+                self.problem("has zero bytes", f"line {number}")
+                continue
+            yield text.rstrip("\r\n"), share
+        if rest:
+            self.problem("not UTF-8", "the end")
+
+    def _texts(self) -> Iterator[tuple[str, float]]:
+        if self.by == "line":
+            yield from self._decoded()
+            return
+        lines: list[str] = []
+        size, share = 0, 0.0
+        for line, share in self._decoded():
+            if line.strip():
+                lines.append(line)
+                size += len(line)
+            if lines and (not line.strip() or size >= _PIECE):
+                yield "\n".join(lines), share
+                lines, size = [], 0
+        yield "\n".join(lines), share
+
+    def _objects(self) -> Iterator[tuple[str, float]]:
+        cut = 0
+        for number, line, share in self._lines(_LONGEST):
+            place = f"line {number}"
+            if number == cut or not line.strip():
+                continue
+            if len(line) == _LONGEST and not line.endswith(b"\n"):
+                self.problem(f"longer than {_LONGEST >> 20} MiB", place)
+                cut = number
+                continue
+            try:
+                found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError:
+                self.problem("not UTF-8", place)
+                continue
+            except (ValueError, RecursionError):
+                self.problem("not JSON", place)
+                continue
+            if not isinstance(found, dict) or self.field not in found:
+                self.problem(f"no field {self.field!r}", place)
+            elif not isinstance(found[self.field], str):
+                self.problem(f"field {self.field!r} is no text", place)
+            else:
+                yield found[self.field], share
+
+    def _rows(self) -> Iterator[tuple[str, float]]:
+        file = self._parquet()
+        total, row = max(file.metadata.num_rows, 1), 0
+        try:
+            for batch in file.iter_batches(batch_size=64, columns=[self.field]):
+                for value in batch.column(0):
+                    row += 1
+                    text = self._text(value, f"row {row}")
+                    if text is not None:
+                        yield text, row / total
+        except OSError as error:
+            raise value_error("CORPUS", f"breaks off after row {row}", got=error) from error
+
+    def _text(self, value: Any, place: str) -> str | None:
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError:
+            self.problem("not UTF-8", place)
+            return None
+        if text is None:
+            self.problem(f"column {self.field!r} is null", place)
+        return text
+
+    def _parquet(self) -> Any:
+        from clearhead.heads.corpus.table import parquet
+
+        pyarrow = parquet()
+        try:
+            file = pyarrow.parquet.ParquetFile(self.path)
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise value_error("CORPUS", "is no whole Parquet file", got=reason) from error
+        names = file.schema_arrow.names
+        if self.field not in names:
+            hint = f"--field, one of {', '.join(names)}"
+            raise value_error("CORPUS", f"has no column {self.field!r}", hint=hint)
+        kind = file.schema_arrow.field(self.field).type
+        kind = getattr(kind, "value_type", kind)
+        texts = ("string", "large_string", "string_view")
+        if str(kind) not in texts:
+            raise value_error("CORPUS", f"column {self.field!r} is no text", got=kind)
+        return file
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        raise value_error("CORPUS", "needs to be a file", got=f"the directory {path}")
+    if not path.exists():
+        raise value_error("CORPUS", "does not exist", got=path)
+    if path.is_char_device() or path.is_block_device():
+        raise value_error("CORPUS", "needs to be a file", got=f"the device {path}")
+    if not path.is_file():
+        raise value_error(
+            "CORPUS", "needs to be a file that can be read twice", got=path, hint="save it first"
+        )
+    if not path.stat().st_size:
+        raise value_error("CORPUS", "is empty", got=path)
+    return path.stat().st_size
+
+
+def _format(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(1 << 13)
+    if start.startswith(b"PAR1"):
+        return "parquet"
+    if (zero := start.find(0)) >= 0 or start.startswith(b"\x1f\x8b"):
+        hint = "text or JSON lines in UTF-8, or Parquet; unpack compressed files first"
+        got = f"{path}: byte {zero} is zero" if zero >= 0 else f"{path}: gzip"
+        raise value_error("CORPUS", "is binary", got=got, hint=hint)
+    return _SUFFIXES.get(path.suffix.lower(), "text")

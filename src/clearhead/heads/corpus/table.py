@@ -1,0 +1,133 @@
+"""The table of a scan on disk: Parquet, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead._core import replacing, value_error
+from clearhead.heads.moments import Moments
+from clearhead.heads.part import Outline
+from clearhead.heads.statistics import STATISTICS
+
+__all__ = ["SCHEMA", "VERSION", "gather", "of_documents", "of_rows", "parquet", "read", "write"]
+
+SCHEMA, VERSION = "clearhead.scan", 1
+
+
+def parquet() -> Any:
+    """Import pyarrow with its Parquet module, or say how to get it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError("scan needs pyarrow; to do: pip install 'clearhead[scan]'") from error
+    return pyarrow
+
+
+def of_rows(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """The rows of a corpus as an Arrow table."""
+    pyarrow = parquet()
+    return pyarrow.Table.from_pylist(list(rows), schema=_schema(pyarrow, document=False))
+
+
+def of_documents(numbers: Sequence[int], outlines: Sequence[Outline], moments: Moments) -> Any:
+    """The statistics of documents, (document, number) as `Tally` has them, as an Arrow table."""
+    pyarrow = parquet()
+    schema = _schema(pyarrow, document=True)
+    document = torch.tensor(numbers)[:, None].expand_as(moments.count)
+    layer, head, statistic = (x.expand_as(document) for x in _places(outlines))
+    counted = moments.count > 0
+
+    def names(of: Tensor, values: Sequence[str]) -> Any:
+        codes = pyarrow.array(of[counted].int().numpy())
+        return pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(values, pyarrow.string()))
+
+    columns = {
+        "document": document[counted].numpy(),
+        "layer": layer[counted].int().numpy(),
+        "module": names(layer, [outline.module for outline in outlines]),
+        "head": head[counted].int().numpy(),
+        "statistic": names(statistic, list(STATISTICS)),
+        "unit": names(statistic, [each.unit for each in STATISTICS.values()]),
+        "count": moments.count[counted].long().numpy(),
+        "mean": moments.mean[counted].numpy(),
+        "variance": moments.variance[counted].numpy(),
+    }
+    return pyarrow.table(columns, schema=schema)
+
+
+def _places(outlines: Sequence[Outline]) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer, head and statistic of each number."""
+    found = []
+    for layer, outline in enumerate(outlines):
+        statistic, head = (
+            x.flatten()
+            for x in torch.meshgrid(
+                torch.arange(len(STATISTICS)), torch.arange(outline.heads), indexing="ij"
+            )
+        )
+        found.append((torch.full_like(head, layer), head, statistic))
+    layers, heads, statistics = (torch.cat(x) for x in zip(*found, strict=True))
+    return layers, heads, statistics
+
+
+def write(path: Path, rows: Any, about: Mapping[str, Any]) -> None:
+    """Write an Arrow table to a Parquet file, under its name only once it is whole."""
+    pyarrow = parquet()
+    with replacing(path) as part:
+        pyarrow.parquet.write_table(rows.replace_schema_metadata(_metadata(about)), part)
+
+
+def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
+    """Put the parts of a table together, one after another, in one file."""
+    pyarrow = parquet()
+    schema = _schema(pyarrow, document=True).with_metadata(_metadata(about))
+    with replacing(path) as whole, pyarrow.parquet.ParquetWriter(whole, schema) as writer:
+        for piece in parts:
+            table = pyarrow.parquet.read_table(piece)
+            writer.write_table(table.replace_schema_metadata(schema.metadata))
+
+
+def _metadata(about: Mapping[str, Any]) -> dict[str, str]:
+    return {"clearhead": json.dumps({"schema": SCHEMA, "version": VERSION, **about})}
+
+
+def _schema(pyarrow: Any, *, document: bool) -> Any:
+    small = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    columns = [
+        *([("document", pyarrow.int64())] if document else []),
+        ("layer", pyarrow.int32()),
+        ("module", small),
+        ("head", pyarrow.int32()),
+        ("statistic", small),
+        ("unit", small),
+        ("count", pyarrow.int64()),
+        ("mean", pyarrow.float64()),
+        ("variance", pyarrow.float64()),
+    ]
+    return pyarrow.schema(columns)
+
+
+def read(path: Path) -> tuple[dict[str, Any], Any]:
+    """Read a table that `scan` wrote: what it says of itself, and its rows (an Arrow table)."""
+    pyarrow = parquet()
+    if not path.is_file():
+        raise value_error("FILE", "does not exist" if not path.exists() else "is no file", got=path)
+    try:
+        table = pyarrow.parquet.read_table(path)
+        about = json.loads((table.schema.metadata or {}).get(b"clearhead", b"{}"))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise value_error("FILE", "is no table of `clearhead scan`", got=reason) from error
+    if about.get("schema") != SCHEMA:
+        raise value_error("FILE", "is no table of `clearhead scan`", got=path)
+    if about.get("version") != VERSION:
+        rule = f"has version {about.get('version')} of the table, and this is version {VERSION}"
+        raise value_error("FILE", rule, got=path)
+    return about, table

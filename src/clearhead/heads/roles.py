@@ -1,0 +1,120 @@
+"""The atlas: which heads are sinks, previous-token, induction, ..., and which are redundant."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.heads.survey import groups
+
+__all__ = ["ROLES", "atlas", "pooled"]
+
+# A head has a role where its mean of this statistic reaches the threshold; the mark is its sign in
+# the picture, and the first role in this order is drawn.
+ROLES = {
+    "previous": ("P", "previous token"),
+    "induction": ("I", "induction"),
+    "duplicate": ("D", "duplicate token"),
+    "self": ("=", "own position"),
+    "sink": ("S", "sink"),
+    "precursor": ("B", "token before an earlier occurrence"),
+    "entropy_normalized": ("~", "even"),
+    "local": ("L", "local"),
+}
+# Much of a short text is local. A first row, which has one source, is never even.
+_OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.95}
+# In running text most repeats are chance, and there such a head rests on its sink.
+_HALF = ("induction", "duplicate", "precursor")
+
+
+def pooled(table: Any) -> dict[tuple[int, int], dict[str, Any]]:
+    """Give the rows of a table (Arrow) by (layer, head) and statistic; documents are added up."""
+    first, rows, of_row = _alike(table)
+    count, mean, variance = (
+        torch.from_numpy(table[name].take(rows).to_numpy().astype("float64"))
+        for name in ("count", "mean", "variance")
+    )
+    total = torch.bincount(of_row, count)
+    means = torch.bincount(of_row, count * mean) / total
+    # About the mean of all: no large sums are subtracted.
+    spread = count * (variance + (mean - means[of_row]).square())
+    variances = torch.bincount(of_row, spread) / total
+    found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+    columns = zip(table.take(first).to_pylist(), total, means, variances, strict=True)
+    for row, *numbers in columns:
+        n, m, v = map(float, numbers)
+        v = None if row["variance"] is None else v
+        sums = {"count": int(n), "mean": m, "variance": v}
+        found[row["layer"], row["head"]][row["statistic"]] = {**row, **sums}
+    return dict(sorted(found.items()))
+
+
+def _alike(table: Any) -> tuple[Any, Any, Tensor]:
+    """The first row of each (layer, head, statistic), the rows that count, and which it is."""
+    rows = table["count"].to_numpy().nonzero()[0]
+    names = table["statistic"].unify_dictionaries().combine_chunks().dictionary_encode()
+    layer, head, name = (
+        torch.from_numpy(column.take(rows).to_numpy().astype("int64"))
+        for column in (table["layer"], table["head"], names.indices)
+    )
+    heads = int(head.max()) + 1 if len(head) else 1
+    key = (layer * heads + head) * len(names.dictionary) + name
+    of_row = key.unique(return_inverse=True)[1]
+    first = torch.full((int(of_row.max()) + 1 if len(of_row) else 0,), len(of_row))
+    first.scatter_reduce_(0, of_row, torch.arange(len(of_row)), "amin")
+    return rows[first.numpy()], rows, of_row
+
+
+def atlas(table: Any, *, threshold: float = 0.4, alike: float = 0.9) -> dict[str, Any]:
+    """Say for every head what it does, and which heads of a layer look alike.
+
+    `threshold` is the mean weight from which a head has a role; half of it does for those that ask
+    for repeated tokens. `alike` is the mean cosine from which two heads are redundant.
+    """
+    heads = [_head(*place, found, threshold) for place, found in pooled(table).items()]
+    return {
+        "threshold": threshold,
+        "alike": alike,
+        "heads": heads,
+        "roles": {role: _ranked(heads, role) for role in ROLES},
+        "redundant": _redundant(heads, alike),
+    }
+
+
+def _head(layer: int, head: int, found: dict[str, Any], threshold: float) -> dict[str, Any]:
+    means = {name: row["mean"] for name, row in found.items()}
+    roles = [role for role in ROLES if means.get(role, 0.0) >= _least(role, threshold)]
+    module = next(iter(found.values()))["module"]
+    return {"layer": layer, "head": head, "module": module, "roles": roles, "means": means}
+
+
+def _least(role: str, threshold: float) -> float:
+    return _OWN_THRESHOLD.get(role, threshold / 2 if role in _HALF else threshold)
+
+
+def _ranked(heads: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    having = [head for head in heads if role in head["roles"]]
+    having.sort(key=lambda head: -head["means"][role])
+    return [
+        {"layer": head["layer"], "head": head["head"], "mean": head["means"][role]}
+        for head in having
+    ]
+
+
+def _redundant(heads: list[dict[str, Any]], alike: float) -> list[dict[str, Any]]:
+    layers: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for head in heads:
+        layers[head["layer"]].append(head)
+    found = []
+    for layer, members in layers.items():
+        size = 1 + max(head["head"] for head in members)
+        overlap = torch.zeros(size, size, dtype=torch.float64)
+        for head in members:
+            for name, mean in head["means"].items():
+                if name.startswith("overlap."):
+                    overlap[head["head"], int(name.partition(".")[2])] = mean
+        found += [{"layer": layer, "heads": group} for group in groups(overlap, alike)]
+    return found

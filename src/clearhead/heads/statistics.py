@@ -1,0 +1,277 @@
+"""The statistics of a head, in the field's terms: formula, unit and paper of each.
+
+w_ij is the weight that query i puts on source j. Every statistic is aggregated by one rule:
+
+    the mean over all query rows that count. A row counts if its token is real (no padding), if it
+    may read at least one source, and, for a statistic that asks for certain edges (previous,
+    duplicate, induction, ...), if it has at least one such edge.
+
+So the row of a first token is no zero in the previous-token score: it has no previous token. What
+has one value for a whole sequence (sink rate, received, coverage, overlap) is the mean over the
+sequences that have a row that counts. Count and variance are over the same rows or sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clearhead.heads.look import NAMES, Look, Looked
+from clearhead.heads.moments import Moments
+from clearhead.readings import Distance, Entropy, Reading, TopK, TopKValue, Weights
+
+__all__ = ["STATISTICS", "Statistic", "Values", "readings_for"]
+
+# Gu et al. call a source a sink where its mean weight is above this.
+SINK_THRESHOLD = 0.3
+# Up to so many numbers the kernel hands over the whole map; above, it is looked at in strips.
+WHOLE = 1 << 24
+
+
+class Values:
+    """What was read of one call: the values of the readings by name, and which rows count."""
+
+    def __init__(self, look: Look, read: dict[str, object]) -> None:
+        self.batch, top = look.batch, read["top"]
+        assert isinstance(top, TopKValue)
+        whole = read.get("weights")
+        looked = look.of(whole) if isinstance(whole, Tensor) else read["look"]
+        assert isinstance(looked, Looked)
+        self.read = {**read, **looked._asdict(), **dict(zip(NAMES, looked.masses, strict=True))}
+        self.most = top.weights[..., 0]
+        # (batch, head, query): real, and not empty
+        self.rows = (top.sources[..., 0] >= 0) & self.batch.real[:, None]
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.read[name]
+        assert isinstance(value, Tensor)
+        return value
+
+    def once(self, value: Tensor, *, also: Tensor | None = None) -> Moments:
+        """Count one value (batch, head) for each sequence that has a row that counts."""
+        some = self.rows.any(-1)
+        some = some if also is None else some & also
+        return Moments.of(value.unsqueeze(-1), some.unsqueeze(-1))
+
+
+def readings_for(look: Look, heads: int) -> dict[str, Reading]:
+    """All that the statistics read of a call, by name."""
+    batch, position = look.batch.sizes
+    small = batch * heads * position**2 <= WHOLE
+    return {
+        "top": TopK(1),
+        "entropy": Entropy(),
+        "normalized": Entropy(normalized=True),
+        "distance": Distance(),
+        **({"weights": Weights()} if small else {"look": look}),
+    }
+
+
+class Statistic:
+    """One number for each head and row that counts, or for each head and sequence."""
+
+    name: str
+    unit = "share of the row"
+
+    def value(self, values: Values) -> Tensor:
+        """One value for each query, (batch, head, query)."""
+        return values[self.name]
+
+    def counted(self, values: Values) -> Tensor:
+        """Which of them count."""
+        return values.rows
+
+
+class OfSequence(Statistic):
+    """A number that a whole sequence has."""
+
+    def of(self, values: Values) -> Moments:
+        """Count, mean and variance, (batch, head)."""
+        raise NotImplementedError
+
+
+class Entropy_(Statistic):
+    """How spread the weights are: H_i = -sum_j w_ij ln w_ij, in nats.
+
+    Low entropy in training is a head that collapses (Zhai et al. 2023, "Stabilizing Transformer
+    Training by Preventing Attention Entropy Collapse").
+    """
+
+    unit = "nats"
+    name = "entropy"
+
+
+class Normalized(Statistic):
+    """Entropy over the largest that the mask lets the row have: H_i / ln n_i, from 0 to 1.
+
+    n_i is the number of sources that row i may read; a row with one source has 0. A head that stays
+    above 0.99 everywhere attends to everything alike, as an untrained one does.
+    """
+
+    unit = "share of the largest"
+    name = "entropy_normalized"
+
+    def value(self, values: Values) -> Tensor:
+        return values["normalized"]
+
+
+class Confidence(Statistic):
+    """The largest weight of a row: max_j w_ij (Voita et al. 2019, "Analyzing Multi-Head
+    Self-Attention: Specialized Heads Do the Heavy Lifting, the Rest Can Be Pruned").
+    """
+
+    name = "confidence"
+
+    def value(self, values: Values) -> Tensor:
+        return values.most
+
+
+class Distance_(Statistic):
+    """How far a row looks: sum_j w_ij |i - j|, in positions (Vig and Belinkov 2019, "Analyzing the
+    Structure of Attention in a Transformer Language Model").
+    """
+
+    unit = "positions"
+    name = "distance"
+
+
+class Self(Statistic):
+    """The weight on the query's own position: w_ii."""
+
+    name = "self"
+
+
+class Previous(Statistic):
+    """The weight on the position before: w_i,i-1: the previous-token score (Olsson et al. 2022,
+    "In-context Learning and Induction Heads"; Voita et al. 2019).
+    """
+
+    name = "previous"
+
+    def counted(self, values: Values) -> Tensor:
+        at = torch.arange(values.batch.sizes[1], device=values.rows.device)
+        return values.rows & (at > values.batch.start[:, None])[:, None]
+
+
+class Duplicate(Statistic):
+    """The weight on earlier occurrences of the query's own token: sum over j < i with t_j = t_i
+    (Wang et al. 2022, "Interpretability in the Wild").
+    """
+
+    name = "duplicate"
+
+    def counted(self, values: Values) -> Tensor:
+        return values.rows & (values.batch.before >= 0)[:, None]
+
+
+class Induction(Duplicate):
+    """The weight on the tokens that came after earlier occurrences of the query's token: sum over
+    j <= i with t_j-1 = t_i (Olsson et al. 2022, "In-context Learning and Induction Heads": their
+    prefix-matching score).
+
+    "[A] [B] ... [A] ->" looks at [B], which is what an induction head predicts.
+    """
+
+    name = "induction"
+
+
+class Precursor(Statistic):
+    """The weight on the tokens that came *before* earlier occurrences of the query's token: sum
+    over j < i - 1 with t_j+1 = t_i.
+
+    Some texts call this one induction, too. It is not what an induction head does: the name is
+    ours, so that the two readings cannot be mixed up.
+    """
+
+    name = "precursor"
+
+    def counted(self, values: Values) -> Tensor:
+        batch = values.batch
+        return values.rows & (batch.before > batch.start[:, None])[:, None]
+
+
+class Sink(Statistic):
+    """The weight on the first token: w_i0, the sink mass (Xiao et al. 2023, "Efficient Streaming
+    Language Models with Attention Sinks"). With padding on the left, on the first real token.
+    """
+
+    name = "sink"
+
+
+class SinkRate(OfSequence):
+    """The share of sequences in which the head has a sink: those where the mean over the rows of
+    w_i0 is above 0.3 (Gu et al. 2024, "When Attention Sink Emerges in Language Models").
+
+    Their sink rate of a model is the mean of this over all heads.
+    """
+
+    unit = "share of sequences"
+    name = "sink_rate"
+
+    def of(self, values: Values) -> Moments:
+        mean = Moments.of(values["sink"], values.rows).mean
+        # NaN is no "no sink": it must show.
+        return values.once(torch.where(mean.isnan(), mean, (mean > SINK_THRESHOLD).double()))
+
+
+class Local(Statistic):
+    """The weight within 8 positions on either side: sum over |i - j| <= 8 (local attention, as in
+    Child et al. 2019, "Generating Long Sequences with Sparse Transformers").
+    """
+
+    name = "local"
+
+
+class Received_(OfSequence):
+    """The share of a sequence's whole weight that its most-read source receives:
+    max_j sum_i w_ij / sum_ij w_ij (the heavy hitters of Zhang et al. 2023, "H2O").
+
+    1/T is even; near 1 nearly all rows read the same source, wherever it stands.
+    """
+
+    unit = "share of the sequence"
+    name = "received"
+
+    def of(self, values: Values) -> Moments:
+        received, total = values["received"], values["received"].sum(-1)
+        share = received.amax(-1) / total.where(total > 0, 1)
+        return values.once(share, also=total > 0)
+
+
+class Coverage(OfSequence):
+    """The share of sources that is read: the mean over real j of min(1, sum_i w_ij) (the coverage
+    of Tu et al. 2016 and Wu et al. 2016, "Google's Neural Machine Translation System").
+
+    1 where every source receives at least the weight of one whole row.
+    """
+
+    unit = "share of the sources"
+    name = "coverage"
+
+    def of(self, values: Values) -> Moments:
+        real = values.batch.real[:, None].expand_as(values["received"])
+        return values.once(Moments.of(values["received"].clamp(max=1), real).mean)
+
+
+STATISTICS: dict[str, Statistic] = {
+    statistic.name: statistic
+    for statistic in (
+        Entropy_(), Normalized(), Confidence(), Distance_(), Self(), Previous(), Duplicate(),
+        Induction(), Precursor(), Sink(), SinkRate(), Local(), Received_(), Coverage(),
+    )
+}  # fmt: skip
+
+
+def moments_of(values: Values) -> Moments:
+    """All statistics of one call, (statistic, batch, head), in the order of `STATISTICS`."""
+    by_row = [s for s in STATISTICS.values() if not isinstance(s, OfSequence)]
+    # At once: so many small sums would take as long as the attention itself.
+    each = Moments.of(
+        torch.stack([statistic.value(values) for statistic in by_row]),
+        torch.stack([statistic.counted(values) for statistic in by_row]),
+    )
+    found = {statistic.name: each[number] for number, statistic in enumerate(by_row)}
+    for statistic in STATISTICS.values():
+        if isinstance(statistic, OfSequence):
+            found[statistic.name] = statistic.of(values)
+    return Moments.stack([found[name] for name in STATISTICS])

@@ -1,0 +1,217 @@
+"""Masks from other APIs: each function is named for the one whose polarity and ranks it knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead._core import type_error, value_error
+from clearhead.masks.data import Dense
+from clearhead.masks.make import dense, keep, only_ones_and_zeros, require_bool
+from clearhead.masks.mask import Mask, readable
+from clearhead.masks.positional import causal, everything
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def from_sdpa(attn_mask: Tensor | None, *, is_causal: bool = False) -> Mask:
+    """Take the mask of `F.scaled_dot_product_attention`: bool True = may attend, float is added.
+
+    >>> import torch
+    >>> print(from_sdpa(torch.tensor([[True, False], [True, True]])).picture(2))
+      0 1
+    0 ■ ·
+    1 ■ ■
+
+    (query, source) or (batch, head, query, source). `is_causal` starts at source 0, as in torch,
+    and composes with the mask.
+    """
+    mask = everything() if attn_mask is None else _either("attn_mask", attn_mask)
+    if not is_causal:
+        return mask
+    return causal(align="start") if attn_mask is None else mask & causal(align="start")
+
+
+def from_additive(mask: Tensor) -> Mask:
+    """Take a float mask that is added to the scores: 0 = may attend, -inf or finfo.min = blocked.
+
+    >>> import torch
+    >>> print(from_additive(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])).picture(2))
+      0 1
+    0 ■ ·
+    1 ■ ■
+
+    The least number of any float dtype is blocked. Other finite values are no mask: they belong in
+    `bias=`. (query, source) or (batch, head, query, source).
+    """
+    if not isinstance(mask, Tensor):
+        raise type_error("mask", "takes a float tensor", got=type(mask).__name__)
+    if not mask.is_floating_point():
+        hint = "from_sdpa takes True = may attend, from_multihead True = blocked"
+        raise type_error("mask", "takes a float tensor", got=str(mask.dtype), hint=hint)
+    return dense(_open("mask", mask))
+
+
+def from_multihead(
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    *,
+    heads: int | None = None,
+) -> Mask:
+    """Take the masks of `nn.MultiheadAttention`: bool True = blocked, float is added.
+
+    >>> import torch
+    >>> future = torch.ones(2, 2, dtype=torch.bool).triu(1)
+    >>> print(from_multihead(future).picture(2))
+      0 1
+    0 ■ ·
+    1 ■ ■
+
+    `attn_mask` is (query, source) or (batch * heads, query, source), which needs `heads`;
+    `key_padding_mask` is (source,) or (batch, source). Both together block what either blocks.
+    """
+    parts: list[Mask] = []
+    if attn_mask is not None:
+        parts.append(Dense(_multihead(_allowed("attn_mask", attn_mask), heads)))
+    if key_padding_mask is not None:
+        real = _allowed("key_padding_mask", key_padding_mask)
+        if real.dim() not in (1, 2):
+            raise value_error(
+                "key_padding_mask",
+                "is (source,) or (batch, source)",
+                shapes={"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
+            )
+        parts.append(keep(real))
+    if not parts:
+        return everything()
+    return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mask:
+    """Take the `attention_mask` of transformers, (batch, source): 1 or True = real token.
+
+    >>> import torch
+    >>> print(from_huggingface(torch.tensor([[0, 1, 1]])).picture(3))
+      0 1 2
+    0 · ■ ■
+    1 · ■ ■
+    2 · ■ ■
+
+    A square one could also be (query, source), so it needs `batch`. Masks of rank 4 go through
+    `from_sdpa` (bool) or `from_additive` (float).
+    """
+    if not isinstance(attention_mask, Tensor):
+        raise type_error("attention_mask", "takes a tensor", got=type(attention_mask).__name__)
+    if attention_mask.dim() != 2:
+        raise value_error(
+            "attention_mask",
+            "is (batch, source)",
+            shapes={"attention_mask": attention_mask},
+            hint="from_sdpa takes bool masks of (batch, head, query, source), from_additive float",
+        )
+    many, source = attention_mask.shape
+    if batch is None and many == source and many > 1:
+        raise value_error(
+            "attention_mask",
+            "could be (batch, source) or (query, source)",
+            shapes={"attention_mask": attention_mask},
+            hint=f"from_huggingface(mask, batch={many}) if rows are samples, "
+            "from_sdpa(mask.bool()) if they are queries",
+        )
+    if batch is not None and batch != many:
+        shapes = {"attention_mask": attention_mask, "(batch, source)": (batch, source)}
+        raise value_error("attention_mask", "needs one row a sample", shapes=shapes)
+    if attention_mask.dtype != torch.bool and readable(attention_mask):
+        _ones_and_zeros(attention_mask)
+    return keep(attention_mask != 0)
+
+
+def _either(name: str, mask: Tensor) -> Mask:
+    if not isinstance(mask, Tensor):
+        raise type_error(name, "takes a tensor", got=type(mask).__name__)
+    if mask.is_floating_point():
+        return dense(_open(name, mask))
+    return dense(require_bool(name, mask))
+
+
+def _allowed(name: str, mask: Tensor) -> Tensor:
+    """Turn nn.MultiheadAttention's polarity into ours."""
+    if not isinstance(mask, Tensor):
+        raise type_error(name, "takes a tensor", got=type(mask).__name__)
+    if mask.dtype == torch.bool:
+        return ~mask
+    if mask.is_floating_point():
+        return _open(name, mask)
+    raise type_error(
+        name,
+        "takes bools, True = blocked, or floats that are added to the scores",
+        got=str(mask.dtype),
+        hint=f"{name} == 0 if 1 means real, {name} != 0 if 1 means blocked",
+    )
+
+
+def _multihead(allowed: Tensor, heads: int | None) -> Tensor:
+    if allowed.dim() == 2:
+        return allowed
+    if allowed.dim() != 3:
+        raise value_error(
+            "attn_mask",
+            "is (query, source) or (batch * heads, query, source)",
+            shapes={"attn_mask": allowed},
+        )
+    if heads is None or heads < 1 or allowed.shape[0] % heads:
+        raise value_error(
+            "heads",
+            "must be given and divide the first axis of an attn_mask of rank 3, "
+            "(batch * heads, query, source)",
+            got=heads,
+            shapes={"attn_mask": allowed},
+            hint="from_multihead(attn_mask, heads=module.num_heads)",
+        )
+    return allowed.reshape(-1, heads, *allowed.shape[-2:])
+
+
+def _open(name: str, mask: Tensor) -> Tensor:
+    """Where an additive mask lets through; refuses values that are no mask."""
+    if not readable(mask):
+        return mask > torch.finfo(mask.dtype).min
+    if only_ones_and_zeros(mask):
+        raise value_error(
+            name,
+            "a float mask of zeros and ones is nearly always a bool mask in disguise",
+            got=str(mask.dtype),
+            hint=f"{name}.bool() if 1 means may attend, ~{name}.bool() if 1 means blocked; "
+            "pass it as bias= if 1 is really added to the scores",
+        )
+    blocked = mask == -torch.inf
+    for dtype in FLOATS:
+        blocked |= mask == torch.tensor(torch.finfo(dtype).min, dtype=torch.float64).to(mask.dtype)
+    odd = ~(blocked | (mask == 0))
+    if odd.any():
+        raise _odd_value(name, mask[odd][0].item())
+    return ~blocked
+
+
+def _odd_value(name: str, value: float) -> ValueError:
+    if value != value:
+        return value_error(name, "has NaN, which neither allows nor blocks", got="nan")
+    return value_error(
+        name,
+        "has 0 where attention is allowed and -inf where it is blocked",
+        got=value,
+        hint="pass numbers that are added to the scores as bias= of attend",
+    )
+
+
+def _ones_and_zeros(mask: Tensor) -> None:
+    odd = ~((mask == 0) | (mask == 1))
+    if odd.any():
+        value: Any = mask[odd][0].item()
+        raise value_error(
+            "attention_mask",
+            "has 1 for real tokens and 0 for padding",
+            got=value,
+            hint="from_additive takes 0 and -inf",
+        )

@@ -1,0 +1,65 @@
+"""What can be read while the weights pass: each reading is a fold over pieces of the weight map.
+
+>>> import torch
+>>> from clearhead import readings
+>>> scores = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, -torch.inf]])
+>>> readings.Entropy().fold([readings.Strip.of(scores)])
+tensor([0.8324, 0.6931])
+
+The pieces may be rows, chunks of sources (a KV cache, the shares of ranks) or both, in any order.
+What they need in common is the log-sum-exp of the *whole* rows, which is the `torch.logaddexp` of
+the chunks' own; `Strip.of` weighs a piece with it, `part` reads the piece, `merge` adds parts:
+
+>>> left, right = scores[:, :2], scores[:, 2:]
+>>> lse = torch.logaddexp(left.logsumexp(-1), right.logsumexp(-1))
+>>> whole = {"lse": lse, "query": 2, "source": 3}
+>>> parts = [readings.Entropy().part(readings.Strip.of(left, sources=[0, 1], **whole)),
+...          readings.Entropy().part(readings.Strip.of(right, sources=[2], **whole))]
+>>> readings.Entropy().finish(readings.Entropy().merge(*parts))
+tensor([0.8324, 0.6931])
+
+All readings take the weights before dropout, and answer in float32 (float64 for float64 inputs).
+A score of -inf is a blocked edge, whether the mask, a bias or an overflow made it so.
+"""
+
+from __future__ import annotations
+
+from clearhead.readings.fold import Blocks as Blocks
+from clearhead.readings.fold import PerQuery as PerQuery
+from clearhead.readings.fold import Reading, Strip
+from clearhead.readings.kinds import (
+    BlockMap,
+    BlockMapValue,
+    Distance,
+    Entropy,
+    LogSumExp,
+    Mass,
+    Overlap,
+    Received,
+    Rows,
+    Scores,
+    TopK,
+    TopKValue,
+    Weights,
+)
+from clearhead.readings.kinds import (
+    by_cell as by_cell,
+)
+
+__all__ = [
+    "BlockMap",
+    "BlockMapValue",
+    "Distance",
+    "Entropy",
+    "LogSumExp",
+    "Mass",
+    "Overlap",
+    "Reading",
+    "Received",
+    "Rows",
+    "Scores",
+    "Strip",
+    "TopK",
+    "TopKValue",
+    "Weights",
+]

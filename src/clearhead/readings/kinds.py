@@ -1,0 +1,414 @@
+"""What can be read while the weights pass: each reading is a fold over pieces of the weight map.
+
+>>> import torch
+>>> from clearhead import readings
+>>> scores = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, -torch.inf]])
+>>> readings.Entropy().fold([readings.Strip.of(scores)])
+tensor([0.8324, 0.6931])
+
+The pieces may be rows, chunks of sources (a KV cache, the shares of ranks) or both, in any order.
+What they need in common is the log-sum-exp of the *whole* rows, which is the `torch.logaddexp` of
+the chunks' own; `Strip.of` weighs a piece with it, `part` reads the piece, `merge` adds parts:
+
+>>> left, right = scores[:, :2], scores[:, 2:]
+>>> lse = torch.logaddexp(left.logsumexp(-1), right.logsumexp(-1))
+>>> whole = {"lse": lse, "query": 2, "source": 3}
+>>> parts = [readings.Entropy().part(readings.Strip.of(left, sources=[0, 1], **whole)),
+...          readings.Entropy().part(readings.Strip.of(right, sources=[2], **whole))]
+>>> readings.Entropy().finish(readings.Entropy().merge(*parts))
+tensor([0.8324, 0.6931])
+
+All readings take the weights before dropout, and answer in float32 (float64 for float64 inputs).
+A score of -inf is a blocked edge, whether the mask, a bias or an overflow made it so.
+"""
+
+# The methods are documented once, in Reading.
+# ruff: noqa: D102
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead._core import type_error, value_error
+from clearhead.readings.fold import (
+    Blocks,
+    MapReading,
+    PerQuery,
+    PerQueryReading,
+    Reading,
+    Strip,
+    SumReading,
+    place,
+)
+
+if TYPE_CHECKING:
+    from clearhead._core import Sizes
+    from clearhead.masks import Mask
+
+__all__ = [
+    "BlockMap",
+    "BlockMapValue",
+    "Distance",
+    "Entropy",
+    "LogSumExp",
+    "Mass",
+    "Overlap",
+    "Reading",
+    "Received",
+    "Rows",
+    "Scores",
+    "Strip",
+    "TopK",
+    "TopKValue",
+    "Weights",
+]
+
+
+class Weights(MapReading):
+    """The whole weight map, (*batch, head, query, source): softmax of the scores over the sources.
+
+    >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    >>> Weights().fold([Strip.of(scores)])
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+
+    Rows sum to one; to less with sinks, and to 0 where nothing is allowed. This takes memory for
+    query x source numbers a head: `Rows`, `TopK`, `BlockMap` and the sums do not.
+    """
+
+    def part(self, strip: Strip) -> Blocks:
+        piece = (strip.queries, strip.sources, strip.weights)
+        return Blocks((piece,), strip.query, strip.source)
+
+
+class Scores(MapReading):
+    """The scores after scale, softcap and bias, (*batch, head, query, source); -inf where blocked.
+
+    >>> Scores().fold([Strip.of(torch.tensor([[0.5, -torch.inf], [0.0, 2.0]]))])
+    tensor([[0.5000,   -inf],
+            [0.0000, 2.0000]])
+
+    `weights == exp(scores - lse)`. Memory as for `Weights`.
+    """
+
+    _blocked = -torch.inf
+
+    def part(self, strip: Strip) -> Blocks:
+        piece = (strip.queries, strip.sources, strip.scores)
+        return Blocks((piece,), strip.query, strip.source)
+
+
+class Rows(SumReading):
+    """The weights of chosen queries, (*batch, head, chosen, source), in the order given.
+
+    >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    >>> Rows([-1]).fold([Strip.of(scores)])
+    tensor([[0.5000, 0.5000]])
+
+    `queries` is a position or several; negative ones count from the last query.
+    """
+
+    def __init__(self, queries: int | Sequence[int] | Tensor):
+        given = queries.tolist() if isinstance(queries, Tensor) else queries
+        given = [given] if isinstance(given, int) else list(given)
+        if not all(
+            isinstance(position, int) and not isinstance(position, bool) for position in given
+        ):
+            raise type_error("queries", "takes positions, as integers", got=repr(queries))
+        self.queries = tuple(given)
+
+    def check(self, sizes: Sizes) -> None:
+        for position in self.queries:
+            if not -sizes.query <= position < sizes.query:
+                raise value_error(
+                    "queries",
+                    f"positions lie in 0..{sizes.query - 1}, or count from the end",
+                    got=position,
+                    shapes={"(query, source)": (sizes.query, sizes.source)},
+                    hint="choose a position below the number of queries",
+                )
+
+    def part(self, strip: Strip) -> Tensor:
+        self.check(strip.sizes)
+        chosen = [position % strip.query for position in self.queries]
+        wanted = torch.tensor(chosen, dtype=torch.int64, device=strip.queries.device)
+        if not len(strip.queries) or not chosen:
+            shape = (*strip.weights.shape[:-2], len(chosen), strip.source)
+            return strip.weights.new_zeros(shape)
+        at = torch.searchsorted(strip.queries, wanted).clamp(max=len(strip.queries) - 1)
+        seen = strip.queries[at] == wanted
+        rows = torch.where(seen[:, None], strip.weights.index_select(-2, at), 0)
+        return place(rows, strip.sources, strip.source)
+
+
+class TopKValue(NamedTuple):
+    """The value of `TopK`: the largest weights of each query and the sources that have them."""
+
+    weights: Tensor  # (*batch, head, query, k)
+    sources: Tensor  # the same, int64
+
+
+class TopK(PerQueryReading):
+    """The k largest weights of every query and their sources, as a named pair (weights, sources).
+
+    >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
+    >>> top = TopK(2).fold([Strip.of(scores)])
+    >>> top.weights
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    >>> top.sources
+    tensor([[ 0, -1],
+            [ 0,  1]])
+
+    Both are (*batch, head, query, k). Ties go to the lower source; rows with fewer than k allowed
+    sources end in weight 0, source -1. Of two scores so near that their weights round alike, either
+    may come first.
+    """
+
+    axis = -2
+    _empty = (0.0, -1)
+
+    def __init__(self, k: int):
+        self.k = _whole("k", k)
+
+    def part(self, strip: Strip) -> PerQuery:
+        # NaN stays the largest, as in torch.sort, so that a poisoned row shows.
+        key = torch.where(strip.allowed, strip.weights, -1)
+        order = key.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        real = strip.allowed.gather(-1, order)
+        weights = torch.where(real, strip.weights.gather(-1, order), 0)
+        sources = torch.where(real, strip.sources[order], -1)
+        short = (0, self.k - order.shape[-1])
+        pad = torch.nn.functional.pad
+        return PerQuery(strip.queries, (pad(weights, short), pad(sources, short, value=-1)))
+
+    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        weights, sources = (torch.cat(pair, -1) for pair in zip(left, right, strict=True))
+        order = sources.sort(-1).indices
+        weights, sources = weights.gather(-1, order), sources.gather(-1, order)
+        key = torch.where(sources >= 0, weights, -1).detach()
+        order = key.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        return weights.gather(-1, order), sources.gather(-1, order)
+
+    def finish(self, part: PerQuery) -> TopKValue:
+        return TopKValue(*part.values)
+
+
+class LogSumExp(PerQueryReading):
+    """The log of the softmax's denominator, (*batch, head, query): lse = ln sum_j exp(score_j).
+
+    >>> LogSumExp().fold([Strip.of(torch.tensor([[0.0, 0.0], [1.0, -torch.inf]]))])
+    tensor([0.6931, 1.0000])
+
+    Sink logits count as further scores; -inf where nothing is allowed. It is read from strips that
+    know it; the log-sum-exp of chunks of sources is the `torch.logaddexp` of the chunks' own.
+    """
+
+    _empty = (-torch.inf,)
+
+    def part(self, strip: Strip) -> PerQuery:
+        return PerQuery(strip.queries, (strip.lse,))
+
+    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.maximum(left[0], right[0]),)
+
+
+class Entropy(PerQueryReading):
+    """How spread the weights of each query are, in nats, (*batch, head, query): -sum_j w_j ln w_j.
+
+    >>> scores = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
+    >>> Entropy().fold([Strip.of(scores)])
+    tensor([0.6931, 0.0000])
+    >>> Entropy(normalized=True).fold([Strip.of(scores)])
+    tensor([1., 0.])
+
+    `normalized` divides by the log of the number of allowed sources: 1 is uniform, and a row with
+    one source or none has 0. Low entropy marks a head that has collapsed onto few sources (Zhai et
+    al. 2023, "Stabilizing Transformer Training by Preventing Attention Entropy Collapse").
+    """
+
+    def __init__(self, normalized: bool = False):
+        self.normalized = bool(normalized)
+        self._empty = (0.0, 0) if self.normalized else (0.0,)
+
+    def part(self, strip: Strip) -> PerQuery:
+        # -ln w is lse - score too: that stays finite where w underflows, so that w ln w and its
+        # gradient are right there, but is a difference of large numbers where the scores are.
+        large = strip.weights > 1e-30
+        far = torch.where(strip.allowed & ~large, strip.lse.unsqueeze(-1) - strip.scores, 0)
+        surprise = far - torch.where(large, strip.weights, 1).log()
+        entropy = (strip.weights * surprise).sum(-1)
+        counts = (strip.allowed.sum(-1),) if self.normalized else ()
+        return PerQuery(strip.queries, (entropy, *counts))
+
+    def finish(self, part: PerQuery) -> Tensor:
+        entropy, *counts = part.values
+        if not counts:
+            return entropy
+        many = counts[0] > 1
+        largest = torch.where(many, counts[0], 2).to(entropy.dtype).log()
+        # A lone source has weight 1 (less with sinks): there is no choice to spread.
+        return torch.where(many | entropy.isnan(), entropy / largest, 0)
+
+    def __repr__(self) -> str:
+        return f"Entropy(normalized={self.normalized})"
+
+
+class Received(SumReading):
+    """The weight that each source receives from all queries, (*batch, head, source): sum_i w_ij.
+
+    >>> Received().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
+    tensor([1.5000, 0.5000])
+
+    Sources that receive much whatever they hold are attention sinks (Xiao et al. 2023, "Efficient
+    Streaming Language Models with Attention Sinks"); caches are pruned by it (Zhang et al. 2023,
+    "H2O").
+    """
+
+    def part(self, strip: Strip) -> Tensor:
+        return place(strip.weights.sum(-2), strip.sources, strip.source)
+
+
+class Mass(PerQueryReading):
+    """The weight each query puts on a set of edges, (*batch, head, query): sum_{j in edges} w_ij.
+
+    >>> from clearhead import masks
+    >>> Mass(masks.first(1)).fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
+    tensor([1.0000, 0.5000])
+
+    `edges` is any mask: `first(4)` gives the attention sinks, `diagonal(1)` the previous-token
+    score, `induction(tokens)` the induction score (Olsson et al. 2022, "In-context Learning and
+    Induction Heads").
+    """
+
+    def __init__(self, edges: Mask):
+        if isinstance(edges, Tensor) or not callable(getattr(edges, "tile", None)):
+            hint = "masks.dense(tensor) makes one of a bool tensor"
+            raise type_error("edges", "takes a mask", got=type(edges).__name__, hint=hint)
+        self.edges = edges
+
+    def check(self, sizes: Sizes) -> None:
+        self.edges.check(sizes)
+
+    def part(self, strip: Strip) -> PerQuery:
+        self.check(strip.sizes)
+        edges = self.edges.tile(strip.queries, strip.sources, strip.sizes)
+        if edges.dim() == 4:  # the mask's one batch axis stands for all of the weights'
+            *batch, _, _, _ = strip.weights.shape if strip.weights.dim() > 2 else (1, 1, 1)
+            edges = edges[0] if edges.shape[0] == 1 else edges.reshape(*batch, *edges.shape[1:])
+            edges = edges[0] if strip.weights.dim() == 2 else edges
+        return PerQuery(strip.queries, (torch.where(edges, strip.weights, 0).sum(-1),))
+
+
+class Distance(PerQueryReading):
+    """How far each query looks, in positions, (*batch, head, query): sum_j w_ij |i - j|.
+
+    >>> Distance().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
+    tensor([0.0000, 0.5000])
+
+    The last query stands at the last source, as in the masks' default alignment. A sink's share
+    counts as distance 0. (Vig and Belinkov 2019, "Analyzing the Structure of Attention in a
+    Transformer Language Model".)
+    """
+
+    def part(self, strip: Strip) -> PerQuery:
+        positions = strip.queries + (strip.source - strip.query)
+        distance = (positions[:, None] - strip.sources).abs().to(strip.weights.dtype)
+        return PerQuery(strip.queries, ((strip.weights * distance).sum(-1),))
+
+
+class BlockMapValue(NamedTuple):
+    """The value of `BlockMap`: mean and largest weight of every tile."""
+
+    mean: Tensor  # (*batch, head, cells, cells)
+    max: Tensor  # the same
+
+
+class BlockMap(Reading):
+    """A small picture of the weight map: mean and max of each tile, (*batch, head, cells, cells).
+
+    >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
+    >>> BlockMap(2).fold([Strip.of(scores)]).mean
+    tensor([[0.5000, 0.0000],
+            [0.5000, 0.0000]])
+
+    There are `cells` tiles a side, fewer where there are fewer positions; they are split as
+    `torch.tensor_split` does. The mean is over all edges of the tile, blocked ones as 0.
+    """
+
+    def __init__(self, cells: int):
+        self.cells = _whole("cells", cells)
+
+    def part(self, strip: Strip) -> tuple[Tensor, Tensor]:
+        mean = self.reduce(strip, strip.weights, torch.sum) / self.edges(strip)
+        # A tile's largest weight is shown, not trained: only the mean has a gradient.
+        return mean, self.reduce(strip, strip.weights.detach(), torch.amax)
+
+    def reduce(self, strip: Strip, weights: Tensor, how: Callable[..., Tensor]) -> Tensor:
+        """Sum or largest of the weights in each tile; what the strip does not hold counts as 0."""
+        across = by_cell(place(weights, strip.sources, strip.source), self.cells, how)
+        down = place(across.mT, strip.queries, strip.query)
+        return by_cell(down, self.cells, how).mT
+
+    def edges(self, strip: Strip) -> Tensor:
+        """How many edges each tile has, blocked ones too."""
+        ones = torch.ones(
+            max(strip.query, strip.source), dtype=torch.float32, device=strip.lse.device
+        )
+        down = by_cell(ones[: strip.query], self.cells, torch.sum)
+        return (down[:, None] * by_cell(ones[: strip.source], self.cells, torch.sum)).to(strip.lse)
+
+    def merge(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Any:
+        return left[0] + right[0], torch.maximum(left[1], right[1])
+
+    def finish(self, part: tuple[Tensor, Tensor]) -> BlockMapValue:
+        return BlockMapValue(*part)
+
+
+class Overlap(SumReading):
+    """How alike two heads look: the cosine between their weight maps, (*batch, head, head).
+
+    >>> scores = torch.tensor([[[0.0, -torch.inf]], [[-torch.inf, 0.0]], [[0.0, 0.0]]])
+    >>> Overlap().fold([Strip.of(scores)])
+    tensor([[1.0000, 0.0000, 0.7071],
+            [0.0000, 1.0000, 0.7071],
+            [0.7071, 0.7071, 1.0000]])
+
+    A head whose map is all zero is like no head, not even itself: 0.
+    """
+
+    def part(self, strip: Strip) -> Tensor:
+        maps = strip.weights.flatten(-2)
+        return maps @ maps.transpose(-1, -2)
+
+    def finish(self, part: Tensor) -> Tensor:
+        squares = part.diagonal(dim1=-2, dim2=-1)
+        # NaN squares are no zeros: they must reach the result.
+        empty = squares == 0
+        lengths = torch.where(empty, 1, squares).sqrt()
+        return part / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
+
+
+def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
+    """Reduce the last axis cell by cell, split as torch.tensor_split splits it."""
+    size = x.shape[-1]
+    cells = min(cells, size)
+    width, longer = divmod(size, max(cells, 1))
+    cut = longer * (width + 1)
+    parts = []
+    if longer:
+        parts.append(how(x[..., :cut].unflatten(-1, (longer, width + 1)), -1))
+    if cells > longer:
+        parts.append(how(x[..., cut:].unflatten(-1, (cells - longer, width)), -1))
+    return torch.cat(parts, -1) if parts else x
+
+
+def _whole(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise type_error(name, "takes an integer", got=repr(value))
+    if value < 1:
+        raise value_error(name, "is at least 1", got=value)
+    return value

@@ -1,0 +1,113 @@
+"""What watching will cost, before it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from clearhead import readings
+from clearhead._capture import Call, Handler, call_with, recompute
+from clearhead.readings import Reading
+
+__all__ = ["Cost", "Sizes", "run_once", "seconds", "value_bytes"]
+
+_PROBE = 256
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What watching a call of the model would take, beside the model's own run.
+
+    `bytes` are those of all values together, which stay; `seconds` are wall-clock time at the
+    current number of threads, measured on a small piece and scaled by the number of edges.
+    """
+
+    calls: int
+    edges: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.calls} attention calls, {self.edges:,} edges: "
+            f"{self.bytes / 1e6:,.1f} MB of values, about {self.seconds:.1f} s more"
+        )
+
+
+class Sizes(Handler):
+    """Notes the sizes of the calls, and computes nothing."""
+
+    values = False
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def after(self, call: Call, context: Tensor) -> None:
+        """Keep where the call is, and its sizes."""
+        batch, heads, query, source = call.sizes
+        shape = torch.empty(batch, heads, query, source, device="meta")
+        self.calls.append(Call(None, None, None, scores=shape, layer=call.layer, call=call.call))
+
+
+def run_once(
+    model: Callable[..., Any], inputs: Any, watched: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Run the model on shapes alone where it can; else once in earnest, watched afresh."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad():
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, watched():
+                call_with(model, pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
+        except Exception:
+            # Some models look at values on their way; they can only be run.
+            with watched():
+                call_with(model, inputs)
+
+
+def seconds(read: Sequence[Reading], edges: int, heads: int) -> float:
+    """Time the readings on a small map, and scale by the number of edges."""
+    x = torch.randn(1, heads, _PROBE, 64, generator=torch.Generator().manual_seed(0))
+    call = Call(x, x, x)
+    probe = [reading for reading in read if _general(reading)]
+    recompute.read(call, probe, None)
+    begun = time.perf_counter()
+    recompute.read(call, probe, None)
+    return (time.perf_counter() - begun) * edges / (heads * _PROBE * _PROBE)
+
+
+def _general(reading: Reading) -> bool:
+    """Whether a reading can be taken from a map of any size."""
+    try:
+        from clearhead._core import Sizes as MapSizes
+
+        reading.check(MapSizes(_PROBE, _PROBE, 1, 1))
+    except ValueError:
+        return False
+    return True
+
+
+def value_bytes(reading: Reading, call: Call, itemsize: int = 4) -> int:
+    """How many bytes the value of a reading takes for one call."""
+    batch, heads, query, source = call.sizes
+    lead = batch * heads
+    if isinstance(reading, (readings.Weights, readings.Scores)):
+        return lead * query * source * itemsize
+    if isinstance(reading, readings.Rows):
+        return lead * len(reading.queries) * source * itemsize
+    if isinstance(reading, readings.TopK):
+        return lead * query * reading.k * (itemsize + 8)
+    if isinstance(reading, readings.Received):
+        return lead * source * itemsize
+    if isinstance(reading, readings.Overlap):
+        return lead * heads * itemsize
+    if isinstance(reading, readings.BlockMap):
+        return 2 * lead * min(reading.cells, query) * min(reading.cells, source) * itemsize
+    return lead * query * itemsize

@@ -1,0 +1,116 @@
+"""The value of a record until somebody looks: packed, in a mapping of its own.
+
+A record is made between large tensors that come and go. Tensors that stayed there would pin the
+heap of the C library, down to the few bytes of their headers: it cannot shrink past what is in
+use, and the gaps between do not fit the next large tensor. So what waits is no tensor and not on
+the heap; ordinary tensors are made of it once they are asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["Kept", "keep"]
+
+# Fewer bytes are not worth the pages; glibc maps as large a tensor by itself.
+_LEAST, _MOST = 1 << 16, 1 << 25
+# Numbers begin at whole cache lines.
+_ALIGNED = 64
+# Private: a process forked from this one has pages of its own.
+_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+# Most of what is kept are positions, which the readings give in int64, with -1 for none.
+_NARROW = torch.uint8, torch.int16, torch.int32
+_lock = threading.Lock()
+
+
+class _Place(NamedTuple):
+    """Where the numbers of a tensor are, and what they were."""
+
+    start: int
+    shape: torch.Size
+    packed: torch.dtype
+    dtype: torch.dtype
+
+    def numbers(self, block: mmap.mmap) -> Tensor:
+        count = self.shape.numel()
+        flat = torch.frombuffer(block, dtype=self.packed, count=count, offset=self.start)
+        return flat.view(self.shape)
+
+
+class Kept:
+    """A value that waits: call it, and it is there, the same one each time.
+
+    `nbytes` is what it takes in memory while it waits, beside tensors that were left as they were.
+    """
+
+    def __init__(self, block: mmap.mmap, leaves: list[Any], spec: Any) -> None:
+        self.nbytes = len(block)
+        self._block: mmap.mmap | None = block
+        self._leaves, self._spec = leaves, spec
+        self._value: Any = None
+
+    def __call__(self) -> Any:
+        """Unpack the value."""
+        with _lock:
+            if self._block is not None:
+                self._value = self._unpacked(self._block)
+                self._block, self._leaves = None, []
+        return self._value
+
+    def _unpacked(self, block: mmap.mmap) -> Any:
+        # The first to look may do so in inference mode; the tensors are for all who look.
+        with torch.inference_mode(False), torch._C.DisableTorchFunction(), torch.no_grad():
+            leaves = [
+                x.numbers(block).to(x.dtype, copy=True) if isinstance(x, _Place) else x
+                for x in self._leaves
+            ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def __reduce__(self) -> Any:
+        # what is copied, pickled or sent is the value
+        return _same, (self(),)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def keep(value: Any) -> Any:
+    """Give a value (a tensor, or tuples of them) as it is, or `Kept` where that saves memory.
+
+    Tensors on other devices and very large ones stay as they are.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    if sum(x.nbytes for x in leaves if _movable(x)) < _LEAST:
+        return value
+    size, waiting, pairs = 0, list(leaves), []
+    for at, x in enumerate(leaves):
+        if _movable(x):
+            place = _Place(size, x.shape, _narrow(x), x.dtype)
+            size += -(-x.numel() * place.packed.itemsize // _ALIGNED) * _ALIGNED
+            waiting[at] = place
+            pairs.append((place, x))
+    block = mmap.mmap(-1, size, **_FLAGS)
+    for place, x in pairs:
+        place.numbers(block).copy_(x)
+    return Kept(block, waiting, spec)
+
+
+def _movable(x: Any) -> bool:
+    plain = type(x) is Tensor and x.layout is torch.strided and x.is_cpu
+    return plain and 0 < x.nbytes < _MOST
+
+
+def _narrow(x: Tensor) -> torch.dtype:
+    """The smallest dtype that holds whole numbers exactly; that of the tensor for others."""
+    if x.dtype != torch.int64:
+        return x.dtype
+    least, most = (int(end) for end in torch.aminmax(x))
+    fit = (d for d in _NARROW if torch.iinfo(d).min <= least and most <= torch.iinfo(d).max)
+    return next(fit, x.dtype)

@@ -1,0 +1,149 @@
+"""What watching hands out: records, and the sequence of them, on disk too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from clearhead.masks import Mask
+from clearhead.recording import packed, store
+
+__all__ = ["Record", "Seen", "load"]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What was seen of one attention call.
+
+    `value` mirrors `read` as `attend` does; its tensors have batch and head axes. `layer` counts
+    the attention modules in order of first call, `call` the calls of this one. `mask` is None where
+    every query may attend to every source. `check` is the largest difference of sampled rows,
+    computed again, from the model's own output (None where dropout or a missing value forbids it).
+
+    Until `value` is asked for it waits in fewer bytes than its tensors take: what was watched and
+    is not looked at costs little.
+    """
+
+    value: Any
+    layer: int
+    module: str
+    call: int
+    kind: str
+    mask: Mask | None
+    scale: float | None
+    check: float | None
+    how: str
+    heads: tuple[int, ...]
+    queries: tuple[int, ...] | None
+    sizes: tuple[int, int, int, int]  # batch, head, query, source
+    prompt: int | None = None  # under generate(): how many of the positions are the prompt's
+    source_heads: int | None = None  # heads of the keys; None where the call did not show them
+
+    def __repr__(self) -> str:
+        batch, heads, query, source = self.sizes
+        module = self.module or "(the model itself)"
+        return (
+            f"layer {self.layer} call {self.call} {self.kind} {module}: "
+            f"{batch} x {heads} heads, {query} queries, {source} sources, "
+            f"by {self.how.removeprefix('by ')}"
+        )
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the heads that share a key head, for each key head."""
+        shared = self.source_heads or self.sizes[1]
+        size = self.sizes[1] // shared
+        return tuple(tuple(range(at * size, (at + 1) * size)) for at in range(shared))
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """Average values of this record, (batch, head, ...), over the heads that share keys.
+
+        >>> import torch, clearhead as ch
+        >>> q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+        >>> with ch.watch(ch.attend, read=ch.readings.Entropy()) as seen:
+        ...     context = ch.attend(q, k, k)
+        >>> seen[0].groups, seen[0].by_group(seen[0].value).shape
+        (((0, 1), (2, 3)), torch.Size([1, 2, 3]))
+        """
+        at = {head: number for number, head in enumerate(self.heads)}
+        groups = ([at[head] for head in group if head in at] for group in self.groups)
+        return torch.stack([values[:, group].mean(1) for group in groups if group], 1)
+
+
+class _Value:
+    """The field `value` of a record: what waits packed is made when it is first asked for."""
+
+    def __get__(self, record: Any, owner: Any) -> Any:
+        if record is None:
+            raise AttributeError("value")
+        value = record.__dict__["value"]
+        return value() if isinstance(value, packed.Kept) else value
+
+    def __set__(self, record: Any, value: Any) -> None:
+        record.__dict__["value"] = value
+
+
+# Set here, because a descriptor inside of the class would be taken for a default.
+Record.value = _Value()
+
+
+class Seen(Sequence[Record]):
+    """The records of a watched block, in the order of the calls, and `notes` on what changed."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self.notes: list[str] = []
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
+        return self._records[index]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the records to one safetensors file, whole or not at all; `load` reads it.
+
+        The header's entry `clearhead` is a JSON document (schema `clearhead.seen`, version 1) that
+        lists the records and names their tensors. A file that exists is left alone without `force`.
+        """
+        if Path(path).exists() and not force:
+            raise FileExistsError(f"{path} exists; save(path, force=True) writes over it")
+        writer, records = store.Writer(), []
+        for record in self:
+            plain = {name: getattr(record, name) for name in _PLAIN}
+            mask = writer.mask(record.mask, record.sizes)
+            records.append({**plain, "mask": mask, "value": writer.value(record.value)})
+        store.write(path, {"notes": self.notes, "records": records}, writer.tensors)
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self)} attention calls seen"]
+        lines += [f"  {record!r}" for record in self._records[:40]]
+        if len(self) > 40:
+            lines.append(f"  and {len(self) - 40} more")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+_PLAIN = [field.name for field in fields(Record) if field.name not in ("value", "mask")]
+
+
+def load(path: str | Path) -> Seen:
+    """Read the records that `seen.save` wrote."""
+    document, tensors = store.read(path)
+    seen = Seen()
+    seen.notes += document["notes"]
+    for outline in document["records"]:
+        plain = {name: outline.get(name) for name in _PLAIN}
+        for name in ("heads", "queries", "sizes"):
+            plain[name] = None if plain[name] is None else tuple(plain[name])
+        value, mask = store.value(outline["value"], tensors), store.mask(outline["mask"], tensors)
+        seen._records.append(Record(value=value, mask=mask, **plain))
+    return seen

@@ -1,1 +1,0 @@
-"""What a person sees: token labels, and the renderers that share them."""
