@@ -49,7 +49,7 @@ class Drawn:
         p = self.more.get("dropout", 0.0)
         torch.manual_seed(self.seed)
         rows, columns = map(torch.arange, self.allowed.shape[2:])
-        sizes = Sizes(len(rows), len(columns), *self.allowed.shape[:2])
+        sizes = Sizes(self.allowed.shape[0], self.allowed.shape[1], len(rows), len(columns))
         kept = dropout.keep(
             torch.randint(2**63 - 1, ()), p, self.allowed.shape[:2], rows, columns, sizes
         )

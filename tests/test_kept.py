@@ -24,7 +24,8 @@ import clearhead as ch
 from clearhead import masks, readings
 from clearhead._capture import recompute
 from clearhead._capture.call import Call
-from clearhead.recording import packed, watching
+from clearhead.recording import packed as packing
+from clearhead.recording import watching
 
 
 class Deep(nn.Module):
@@ -93,7 +94,7 @@ class TestWaiting:
     def test_one_reading_is_not_in_a_tuple(self):
         _, seen = self.see(readings.TopK(8))
         assert seen[0].value.sources.dtype == torch.int64
-        assert isinstance(vars(seen[0])["value"], packed.Kept)
+        assert isinstance(vars(seen[0])["value"], packing.Kept)
 
     def test_asked_twice_it_is_the_same(self):
         _, seen = self.see()
@@ -226,7 +227,7 @@ class TestWaiting:
     def test_whole_numbers_come_back(self, least, most, packed):
         x = torch.zeros(1 << 16, dtype=torch.int64)
         x[7], x[8] = least, most
-        waiting = packed.keep(x)
+        waiting = packing.keep(x)
         assert waiting.nbytes == (1 << 16) * packed.itemsize
         assert torch.equal(waiting(), x)
         assert waiting().dtype == torch.int64
@@ -236,7 +237,7 @@ class TestWaiting:
         x = torch.randn(3, 1 << 15).to(dtype).mT
         if dtype.is_floating_point:
             x[0, 0], x[1, 0] = math.nan, -math.inf
-        waiting = packed.keep((x,))
+        waiting = packing.keep((x,))
         (found,) = waiting()
         assert found.dtype == dtype
         assert torch.equal(found.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
@@ -244,13 +245,13 @@ class TestWaiting:
     def test_what_is_small_or_very_large_stays(self):
         small, large = torch.ones(3), torch.empty(1 << 23)
         value = readings.BlockMapValue(small, large)
-        assert packed.keep(value) is value
+        assert packing.keep(value) is value
 
     def test_what_is_elsewhere_stays(self):
         there = torch.empty(1 << 15, device="meta")
-        assert packed.keep(there) is there
+        assert packing.keep(there) is there
         here = torch.ones(1 << 15)
-        value = packed.keep((here, there))()
+        value = packing.keep((here, there))()
         assert value[1] is there
         assert torch.equal(value[0], here)
 

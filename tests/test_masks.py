@@ -390,7 +390,7 @@ def test_every_method_agrees_with_the_formula(tree: Any, data: st.DataObject) ->
     columns = torch.tensor(
         data.draw(st.lists(st.integers(0, source - 1), max_size=4)) if source else []
     )
-    sizes = Sizes(query, source, mask.own.batch or 1)
+    sizes = Sizes(mask.own.batch or 1, 1, query, source)
     tile = mask.tile(rows.long(), columns.long(), sizes)
     assert torch.equal(tile, dense[..., rows.long(), :][..., columns.long()])
     sample = (mask.own.batch or 1) - 1
@@ -846,7 +846,7 @@ def test_to_moves_every_tensor() -> None:
     mask = mask | ~masks.keep(REAL) & masks.same(IDS, IDS) & masks.dense(torch.ones(7, 7) > 0)
     mask = mask & masks.induction(TOKENS) | masks.edges([(3, 0)])
     moved = mask.to("meta")
-    sizes = Sizes(7, 7, 2)
+    sizes = Sizes(2, 1, 7, 7)
     at = torch.arange(7, device="meta")
     assert moved.tile(at, at, sizes).is_meta
     assert moved.intervals(7, device="meta") is None

@@ -623,7 +623,7 @@ def test_the_appended_mask_agrees_with_itself() -> None:
         assert torch.equal(whole[..., :6], inner.dense(5, 6, batch=3))
         assert whole[..., 6:].all()
         rows, columns = torch.tensor([1, 4]), torch.tensor([2, 5, 6])
-        tile = mask.tile(rows, columns, Sizes(5, 8, 3, 2))
+        tile = mask.tile(rows, columns, Sizes(3, 2, 5, 8))
         assert torch.equal(tile, whole[..., rows, :][..., columns])
         for top, left in itertools.product(range(5), range(8)):
             for bottom, right in itertools.product(range(top + 1, 6), range(left + 1, 9)):

@@ -156,7 +156,7 @@ class TestDropout:
         torch.manual_seed(seed)
         rows, columns = torch.arange(query), torch.arange(source)
         drawn = torch.randint(2**63 - 1, ())
-        shape = Sizes(query, source, batch, head)
+        shape = Sizes(batch, head, query, source)
         return dropout.keep(drawn, self.P, (batch, head), rows, columns, shape)
 
     def dropped(self, seed: int, *inputs: Any, **given: Any) -> Any:

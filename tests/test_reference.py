@@ -128,7 +128,7 @@ def test_any_call_agrees_with_the_oracle(data: st.DataObject) -> None:
 
 class TestDropout:
     def keep(self, seed: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
-        sizes = Sizes(31, 37, 2, 3)
+        sizes = Sizes(2, 3, 31, 37)
         return dropout.keep(torch.tensor(seed), p, (2, 3), rows, columns, sizes)
 
     @settings(max_examples=25, deadline=None)
@@ -146,7 +146,7 @@ class TestDropout:
             for p, kept in ((share - 1e-9, True), (share + 1e-9, False)):
                 one = dropout.keep(
                     torch.tensor(1234567), p, (1, 1), torch.tensor([0]), torch.tensor([edge]),
-                    Sizes(1, 37),
+                    Sizes(1, 1, 1, 37),
                 )  # fmt: skip
                 assert one.item() is kept
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
+from clearhead._core import Sizes
 from clearhead.attention import Problem, api
 from clearhead.masks import Mask
 
@@ -45,15 +46,15 @@ class Call:
     kind: str = "self"
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> Sizes:
         """Batch, (query) heads, queries and sources."""
         if self.scores is not None:
             batch, head, query, source = self.scores.shape
-            return batch, head, query, source
+            return Sizes(batch, head, query, source)
         assert self.query is not None
         assert self.key is not None
         batch, head, query, _ = self.query.shape
-        return batch, head, query, self.key.shape[-2]
+        return Sizes(batch, head, query, self.key.shape[-2])
 
     @property
     def problem(self) -> Problem:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead._capture.call import Call
-from clearhead._core import Sizes
 from clearhead.attention import checks, impl
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Scores, Strip, Weights
@@ -42,7 +41,7 @@ def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -
         # the tiled one can leave the context out; the native one is faster with it
         alone = getattr(chosen, "readings_only", lambda *given: chosen.attend(*given)[1])
         return alone(problem, asked)
-    sizes = _sizes(call)
+    sizes = call.sizes
     for reading in wanted:
         reading.check(sizes)
     total = call.sizes[2]
@@ -67,11 +66,6 @@ def _strips(call: Call, rows: list[int]) -> Iterator[Strip]:
     step = max(1, _STRIP // max(1, batch * heads * source))
     for start in range(0, max(len(rows), 1), step):
         yield strip(call, rows[start : start + step])
-
-
-def _sizes(call: Call) -> Sizes:
-    batch, heads, query, source = call.sizes
-    return Sizes(query, source, batch, heads)
 
 
 def strip(

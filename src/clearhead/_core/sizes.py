@@ -8,9 +8,9 @@ __all__ = ["Sizes"]
 
 
 class Sizes(NamedTuple):
-    """How many positions a mask is asked about. `batch` and `head` matter to masks that vary."""
+    """The axes of one attention call. Masks that vary over samples or heads need all four."""
 
+    batch: int
+    head: int
     query: int
     source: int
-    batch: int = 1
-    head: int = 1

@@ -44,7 +44,7 @@ class Problem:
         flat = 1
         for size in batch:
             flat *= size
-        return Sizes(query, self.key.shape[-2], flat, head)
+        return Sizes(flat, head, query, self.key.shape[-2])
 
     @property
     def dtype(self) -> torch.dtype:

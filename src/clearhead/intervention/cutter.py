@@ -52,7 +52,7 @@ class Place:
         rows = torch.arange(self.query, self.query + query, device=device)
         columns = torch.arange(self.source, self.source + source, device=device)
         inside = (rows < last)[:, None] & (columns < width)
-        sizes = Sizes(last, width, batch, heads)
+        sizes = Sizes(batch, heads, last, width)
         tile = edges.tile(rows.clamp(max=last - 1), columns.clamp(max=width - 1), sizes)
         return masks.dense(tile & inside)
 

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._capture import Call, Handler, attach
+from clearhead._capture import Call, Handler, attach, call_with
 from clearhead._core import value_error
 from clearhead.intervention.choosing import Chosen
 from clearhead.intervention.cutter import Cut, Place
-from clearhead.recording import cost
 
 __all__ = ["HOW", "Ablated", "Gates", "contexts"]
 
@@ -95,5 +94,5 @@ def contexts(model: Any, inputs: Any) -> Contexts:
     """Run the model once, and give the contexts of each layer in the order of its calls."""
     collector = _Collector()
     with attach.attached(model, collector), torch.no_grad():
-        cost.call_with(model, inputs)
+        call_with(model, inputs)
     return collector.found

@@ -257,7 +257,7 @@ def padding(mask: Tensor | None, sizes: Layout) -> tuple[Tensor | None, Tensor |
 def as_mask(mask: Any, sizes: Layout) -> Mask:
     """Return `mask=` as a `Mask`; a bool tensor must broadcast to the scores."""
     if isinstance(mask, Mask):
-        mask.check(Sizes(sizes.query, sizes.source, sizes.batch, sizes.heads))
+        mask.check(Sizes(sizes.batch, sizes.heads, sizes.query, sizes.source))
         return mask
     if not isinstance(mask, Tensor):
         raise no_mask("mask", mask)

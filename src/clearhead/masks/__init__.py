@@ -25,13 +25,13 @@ from clearhead.masks.algebra import Not as Not
 from clearhead.masks.algebra import Or as Or
 from clearhead.masks.convert import from_additive, from_huggingface, from_multihead, from_sdpa
 from clearhead.masks.data import Dense as Dense
+from clearhead.masks.listed import edges
 from clearhead.masks.make import MAY_ATTEND as MAY_ATTEND
 from clearhead.masks.make import dense, document, duplicate, induction, keep, lengths, same, where
 from clearhead.masks.make import no_mask as no_mask
 from clearhead.masks.make import only_ones_and_zeros as only_ones_and_zeros
 from clearhead.masks.mask import Block, Mask
 from clearhead.masks.mask import Own as Own
-from clearhead.masks.pairs import edges
 from clearhead.masks.parse import guess, parse
 from clearhead.masks.positional import Relative as Relative
 from clearhead.masks.positional import (

@@ -543,7 +543,7 @@ class Mask:
                 raise type_error(name, "takes a number of positions, as an integer", got=repr(size))
             if size < 0:
                 raise value_error(name, "is a number of positions, 0 or more", got=size)
-        return Sizes(query, source, batch, head)  # pyright: ignore[reportArgumentType]
+        return Sizes(batch, head, query, source)  # pyright: ignore[reportArgumentType]
 
     def _sizes_for(self, query: int | None, source: int | None, at: int) -> Sizes:
         """Sizes for a question about one row or edge, where the mask may know them itself."""
@@ -561,7 +561,7 @@ class Mask:
         return value_error(
             "query",
             f"{self._short()} has more than {PATIENCE:,} edges that have to be tested one by one",
-            shapes={"(query, source, batch, head)": tuple(sizes)},
+            shapes={"(batch, head, query, source)": tuple(sizes)},
             hint="ask about fewer positions, or about one row with row(i, source)",
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clearhead._core import did_you_mean, type_error, value_error
-from clearhead.masks import make, pairs, positional
+from clearhead.masks import listed, make, positional
 from clearhead.masks.algebra import And, Minus, Not, Or
 from clearhead.masks.mask import Mask
 from clearhead.masks.positional import LARGEST
@@ -33,7 +33,7 @@ LEAVES: dict[str, Callable[..., Mask]] = {
         make.induction,
         make.duplicate,
         make.dense,
-        pairs.edges,
+        listed.edges,
     )
 }
 # What other libraries and papers call them: known in hints only.

@@ -1,7 +1,6 @@
 """How readings fold: strips of the weight map, parts of a reading, and how parts merge."""
 
 # The methods are documented once, in Reading.
-# The methods are documented once, in Reading.
 # ruff: noqa: D102
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ class Strip:
         from clearhead._core import Sizes
 
         *batch, head = self.weights.shape[:-2] or (1,)
-        return Sizes(self.query, self.source, functools.reduce(operator.mul, batch, 1), head)
+        return Sizes(functools.reduce(operator.mul, batch, 1), head, self.query, self.source)
 
 
 def _weigh(scores: Tensor, lse: Tensor) -> Tensor:

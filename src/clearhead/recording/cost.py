@@ -88,7 +88,7 @@ def _general(reading: Reading) -> bool:
     try:
         from clearhead._core import Sizes as MapSizes
 
-        reading.check(MapSizes(_PROBE, _PROBE, 1, 1))
+        reading.check(MapSizes(1, 1, _PROBE, _PROBE))
     except ValueError:
         return False
     return True

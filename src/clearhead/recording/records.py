@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from clearhead._core import Sizes
 from clearhead.masks import Mask
 from clearhead.recording import packed, store
 
@@ -40,7 +41,7 @@ class Record:
     how: str
     heads: tuple[int, ...]
     queries: tuple[int, ...] | None
-    sizes: tuple[int, int, int, int]  # batch, head, query, source
+    sizes: Sizes
     prompt: int | None = None  # under generate(): how many of the positions are the prompt's
     source_heads: int | None = None  # heads of the keys; None where the call did not show them
 
@@ -142,8 +143,9 @@ def load(path: str | Path) -> Seen:
     seen.notes += document["notes"]
     for outline in document["records"]:
         plain = {name: outline.get(name) for name in _PLAIN}
-        for name in ("heads", "queries", "sizes"):
+        for name in ("heads", "queries"):
             plain[name] = None if plain[name] is None else tuple(plain[name])
+        plain["sizes"] = Sizes(*plain["sizes"])
         value, mask = store.value(outline["value"], tensors), store.mask(outline["mask"], tensors)
         seen._records.append(Record(value=value, mask=mask, **plain))
     return seen

@@ -184,7 +184,7 @@ class Stitcher:
         if not self._follows(call, track, at, shift):
             self.broken.add(call.module)
         rows = range(query - (whole - at), query)
-        sizes = Sizes(query, source, *call.sizes[:2])
+        sizes = Sizes(*call.sizes[:2], query, source)
         track.pieces.append(Piece(_lean(call, rows), rows, sizes, at, shift))
         track.covered = whole
         self._new.append((track, query))

@@ -33,7 +33,7 @@ def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[An
     allowed = _allowed(problem, rows, columns)
     scores = _scores(problem, query, key, allowed)
     weights, lse = _weights(scores, problem.sinks)
-    strip = Strip(scores, weights, lse, rows, columns, *problem.sizes[:2])
+    strip = Strip(scores, weights, lse, rows, columns, *problem.sizes[2:])
     values = [reading.finish(reading.part(strip)) for reading in read]
 
     mixed = _mix(_drop(problem, weights, rows, columns), value, allowed)

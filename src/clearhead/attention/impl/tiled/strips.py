@@ -151,7 +151,7 @@ def weigh(
     if allowed is not None:
         scores = torch.where(allowed, scores, -INF)
     weights, lse = _softmax(scores, sinks)
-    return Strip(scores, weights, lse, rows, columns, *problem.sizes[:2]), allowed
+    return Strip(scores, weights, lse, rows, columns, *problem.sizes[2:]), allowed
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,8 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         reasons.append("an input is a tensor subclass")
     if problem.query.is_meta:
         reasons.append("meta tensors hold nothing to compute with")
-    foreign = any(type(reading).__module__ != readings.__name__ for reading in read)
+    home = readings.__name__ + "."
+    foreign = any(not type(reading).__module__.startswith(home) for reading in read)
     if foreign and wants_gradient(problem):
         reasons.append("a reading that is not clearhead's own has no gradient here")
     return reasons
