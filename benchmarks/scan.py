@@ -27,7 +27,7 @@ import table
 from clearhead.heads import Survey
 from clearhead.heads.corpus.corpus import Corpus
 from clearhead.heads.corpus.job import WINDOW
-from clearhead.heads.corpus.sequences import Place, Sequences, batch_of, batches, windows
+from clearhead.heads.corpus.sequences import ResumePoint, Sequences, batch_of, batches, windows
 from clearhead.views.reader import load
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds of the model alone and of the scan, over the same batches."""
     reader = load(given.model)
     corpus = Corpus(given.text, format="text", by=given.by, field="text")
-    every = Sequences(corpus, reader.encode, given.length, None).since(Place())
+    every = Sequences(corpus, reader.encode, given.length, None).since(ResumePoint())
     survey, plain, scan, used = Survey(reader.model), 0.0, 0.0, 0
     window = next(windows(every, WINDOW))
     survey.read(batch_of(window[:1]))  # the first look at the model is no part of either

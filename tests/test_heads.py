@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead import heads, masks, models, readings
 from clearhead.heads.batch import Batch
-from clearhead.heads.look import CORNER, LOCAL, Look
+from clearhead.heads.edge_sets import LOCAL
+from clearhead.heads.map_summary import CORNER, MapSummary
 from clearhead.heads.moments import Moments
 
 HEADS, WIDTH, WORDS = 3, 15, 7
@@ -198,9 +199,9 @@ def test_a_map_is_looked_at_alike_beside_others(length: int) -> None:
     some = torch.Generator().manual_seed(length)
     tokens = torch.randint(WORDS, (7, length), generator=some)
     maps_ = torch.rand(7, HEADS, length, length, generator=some).tril().softmax(-1)
-    together = Look(Batch(tokens)).of(maps_)
+    together = MapSummary(Batch(tokens)).of(maps_)
     for n in range(7):
-        alone = Look(Batch(tokens[n])).of(maps_[n : n + 1].clone())
+        alone = MapSummary(Batch(tokens[n])).of(maps_[n : n + 1].clone())
         for name, value in alone._asdict().items():
             at = 1 if name == "masses" else 0
             assert torch.equal(getattr(together, name).narrow(at, n, 1), value), name
@@ -260,7 +261,7 @@ def rolled(weights: list[np.ndarray], residual: float, how: str) -> np.ndarray:
 @pytest.mark.parametrize("residual", [0.5, 0.2])
 @pytest.mark.parametrize("how", ["mean", "max"])
 def test_rollout_is_the_product_of_matrices(residual: float, how: str, monkeypatch) -> None:
-    monkeypatch.setattr("clearhead.heads.rolling._STRIP", 150)  # several strips
+    monkeypatch.setattr("clearhead.heads.attention_rollout._STRIP", 150)  # several strips
     model, text = Model(masks.causal()), sequences()[0]
     found = heads.rollout(model, text[None], [-1, 4], residual=residual, heads=how)  # type: ignore[arg-type]
     right = rolled(maps(model, text), residual, how)[[22, 4]]

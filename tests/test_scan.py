@@ -21,7 +21,7 @@ import torch
 from clearhead import cli, heads, models
 from clearhead.heads.corpus.checkpoint import Checkpoint
 from clearhead.heads.corpus.job import Job
-from clearhead.heads.corpus.sequences import Place, Sequence, batch_of, batches
+from clearhead.heads.corpus.sequences import ResumePoint, TokenSequence, batch_of, batches
 from clearhead.models.text import Characters, shipped_text
 
 LINES = [line for line in shipped_text().splitlines() if line][:8]
@@ -205,7 +205,9 @@ def test_a_scan_goes_on_from_any_batch(
 
 
 def test_batches_hold_one_length_and_come_in_one_order() -> None:
-    window = [Sequence(n, [0] * length, Place(n + 1), 0.0) for n, length in enumerate(LENGTHS)]
+    window = [
+        TokenSequence(n, [0] * length, ResumePoint(n + 1), 0.0) for n, length in enumerate(LENGTHS)
+    ]
     ordered = [3, 0, 4, 6, 1, 5, 2]
     for most in (1, 2, 3, 8):
         found = list(batches(window, most))
@@ -214,7 +216,7 @@ def test_batches_hold_one_length_and_come_in_one_order() -> None:
         assert max(map(len, found)) == min(most, 3)
         rest = [s.record for batch in batches(window, most, done=2) for s in batch]
         assert rest == ordered[2:]
-    long = [Sequence(n, [0] * 1500, Place(n + 1), 0.0) for n in range(3)]
+    long = [TokenSequence(n, [0] * 1500, ResumePoint(n + 1), 0.0) for n in range(3)]
     assert [len(batch) for batch in batches(long, 8)] == [1, 1, 1]
     # Very few tokens are run beside their own copies.
     assert batch_of(window[2:3]).tokens.shape == (16, 1)
@@ -341,7 +343,7 @@ def test_rows_that_are_missing_are_said_before_any_work(
     monkeypatch.setattr("clearhead.heads.corpus.job.WINDOW_OF_DOCUMENTS", 2)
     add, left = Job._add, [4]
 
-    def fail(self: Job, sequences: list[Sequence]) -> None:
+    def fail(self: Job, sequences: list[TokenSequence]) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise Broken

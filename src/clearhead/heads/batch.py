@@ -1,4 +1,4 @@
-"""Some sequences of tokens that a model reads together, and what is known of their positions."""
+"""Sequences of tokens that a model reads together, and which of their positions are real."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many sequences, and how many positions."""
+        """The number of sequences, and the number of positions."""
         batch, position = self.tokens.shape
         return batch, position
 
@@ -48,7 +48,7 @@ class Batch:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The tokens, with a number of its own for each padded position: none is repeated."""
+        """The tokens, with a unique number at each padded position."""
         own = self.tokens.min() - 1 - torch.arange(self.sizes[1], device=self.tokens.device)
         return torch.where(self.real, self.tokens.long(), own)
 

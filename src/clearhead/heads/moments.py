@@ -1,4 +1,4 @@
-"""Count, mean and variance that merge: parts of a corpus add up to the whole, in float64."""
+"""Count, mean and variance that merge across the parts of a corpus, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Moments"]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """How many numbers there were, their mean, and the sum of squared distances from it.
+    """The number of values, their mean, and the sum of squared deviations from it.
 
     >>> left = Moments.of(torch.tensor([1.0, 2.0]))
     >>> both = left.merge(Moments.of(torch.tensor([6.0])))
@@ -23,7 +23,7 @@ class Moments:
 
     The parts merge by the update of Chan, Golub and LeVeque (1979, "Updating Formulae and a
     Pairwise Algorithm for Computing Sample Variances"), which subtracts no large sums. All three
-    have the same shape, one entry for each thing that is counted.
+    have the same shape, with one entry for each quantity.
     """
 
     count: Tensor
@@ -44,7 +44,7 @@ class Moments:
 
     @staticmethod
     def none(shape: tuple[int, ...]) -> Moments:
-        """Nothing counted yet."""
+        """Return the moments of no values."""
         return Moments(*(torch.zeros(shape, dtype=torch.float64) for _ in range(3)))
 
     @property
@@ -53,7 +53,7 @@ class Moments:
         return self.spread / self.count.clamp(min=1)
 
     def merge(self, other: Moments) -> Moments:
-        """Put two parts together."""
+        """Merge two parts."""
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         step = other.mean - self.mean
@@ -62,20 +62,20 @@ class Moments:
         return Moments(count, torch.where(count == 0, 0, mean), spread)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Moments:
-        """Change the shape of all three alike."""
+        """Apply one change of shape to count, mean and spread."""
         return Moments(change(self.count), change(self.mean), change(self.spread))
 
     @staticmethod
     def stack(parts: Sequence[Moments]) -> Moments:
-        """Put things of the same shape along a new first axis."""
-        return Moments(*(torch.stack(x) for x in zip(*map(Moments._three, parts), strict=True)))
+        """Stack moments of one shape along a new first axis."""
+        return Moments(*(torch.stack(x) for x in zip(*map(Moments._fields, parts), strict=True)))
 
     @staticmethod
     def cat(parts: Sequence[Moments]) -> Moments:
-        """Put things side by side along the last axis."""
-        return Moments(*(torch.cat(x, -1) for x in zip(*map(Moments._three, parts), strict=True)))
+        """Concatenate moments along the last axis."""
+        return Moments(*(torch.cat(x, -1) for x in zip(*map(Moments._fields, parts), strict=True)))
 
-    def _three(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _fields(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.count, self.mean, self.spread
 
     def __getitem__(self, at: Any) -> Moments:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.heads.survey import groups
+from clearhead._core import type_error
 
-__all__ = ["ROLES", "atlas", "pooled"]
+__all__ = ["ROLES", "atlas", "groups", "pooled"]
 
-# A head has a role where its mean of this statistic reaches the threshold; the mark is its sign in
-# the picture, and the first role in this order is drawn.
+# A head has a role where its mean of this statistic reaches the threshold. The letter marks it in
+# the picture, which draws the first role in this order.
 ROLES = {
     "previous": ("P", "previous token"),
     "induction": ("I", "induction"),
@@ -24,22 +24,22 @@ ROLES = {
     "entropy_normalized": ("~", "even"),
     "local": ("L", "local"),
 }
-# Much of a short text is local. A first row, which has one source, is never even.
+# Much of a short text is local. A first row, which has one source, lowers the mean of even heads.
 _OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.95}
-# In running text most repeats are chance, and there such a head rests on its sink.
+# In running text most repeats are chance; there such a head attends to its sink.
 _HALF = ("induction", "duplicate", "precursor")
 
 
 def pooled(table: Any) -> dict[tuple[int, int], dict[str, Any]]:
-    """Give the rows of a table (Arrow) by (layer, head) and statistic; documents are added up."""
-    first, rows, of_row = _alike(table)
+    """Return the rows of an Arrow table by (layer, head) and statistic; documents are pooled."""
+    first, rows, of_row = _first_rows(table)
     count, mean, variance = (
         torch.from_numpy(table[name].take(rows).to_numpy().astype("float64"))
         for name in ("count", "mean", "variance")
     )
     total = torch.bincount(of_row, count)
     means = torch.bincount(of_row, count * mean) / total
-    # About the mean of all: no large sums are subtracted.
+    # Around the overall mean, so that no large sums are subtracted.
     spread = count * (variance + (mean - means[of_row]).square())
     variances = torch.bincount(of_row, spread) / total
     found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
@@ -52,7 +52,7 @@ def pooled(table: Any) -> dict[tuple[int, int], dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def _alike(table: Any) -> tuple[Any, Any, Tensor]:
+def _first_rows(table: Any) -> tuple[Any, Any, Tensor]:
     """The first row of each (layer, head, statistic), the rows that count, and which it is."""
     rows = table["count"].to_numpy().nonzero()[0]
     names = table["statistic"].unify_dictionaries().combine_chunks().dictionary_encode()
@@ -69,10 +69,10 @@ def _alike(table: Any) -> tuple[Any, Any, Tensor]:
 
 
 def atlas(table: Any, *, threshold: float = 0.4, alike: float = 0.9) -> dict[str, Any]:
-    """Say for every head what it does, and which heads of a layer look alike.
+    """Assign roles to every head, and group the heads of a layer with similar maps.
 
-    `threshold` is the mean weight from which a head has a role; half of it does for those that ask
-    for repeated tokens. `alike` is the mean cosine from which two heads are redundant.
+    `threshold` is the least mean weight for a role, and half of it for the roles that depend on
+    repeated tokens. `alike` is the least mean cosine of two redundant heads.
     """
     heads = [_head(*place, found, threshold) for place, found in pooled(table).items()]
     return {
@@ -117,4 +117,30 @@ def _redundant(heads: list[dict[str, Any]], alike: float) -> list[dict[str, Any]
                 if name.startswith("overlap."):
                     overlap[head["head"], int(name.partition(".")[2])] = mean
         found += [{"layer": layer, "heads": group} for group in groups(overlap, alike)]
+    return found
+
+
+def groups(overlap: Tensor, threshold: float = 0.9) -> list[list[int]]:
+    """Group the heads of a layer with similar maps: those with a cosine of at least `threshold`.
+
+    >>> import torch
+    >>> overlap = torch.tensor([[1.0, 0.1, 0.95], [0.1, 1.0, 0.2], [0.95, 0.2, 1.0]])
+    >>> groups(overlap)
+    [[0, 2]]
+
+    A group is a connected component of such pairs; heads similar to no other are left out.
+    """
+    if not isinstance(overlap, Tensor):
+        got, hint = type(overlap).__name__, "groups(survey.overlap[layer]) takes one layer"
+        raise type_error("overlap", "is a tensor, (head, head)", got=got, hint=hint)
+    left, found = set(range(len(overlap))), []
+    while left:
+        group, fresh = set(), {min(left)}
+        while fresh:
+            group |= fresh
+            near = {j for i in fresh for j in left if overlap[i, j] >= threshold}
+            fresh = near - group
+        left -= group
+        if len(group) > 1:
+            found.append(sorted(group))
     return found

@@ -2,13 +2,14 @@
 
 w_ij is the weight that query i puts on source j. Every statistic is aggregated by one rule:
 
-    the mean over all query rows that count. A row counts if its token is real (no padding), if it
-    may read at least one source, and, for a statistic that asks for certain edges (previous,
-    duplicate, induction, ...), if it has at least one such edge.
+    the mean over all query rows that count. A row counts if its token is real (not padding), if it
+    may read at least one source, and, for a statistic over certain edges (previous, duplicate,
+    induction, ...), if it has at least one such edge.
 
-So the row of a first token is no zero in the previous-token score: it has no previous token. What
-has one value for a whole sequence (sink rate, received, coverage, overlap) is the mean over the
-sequences that have a row that counts. Count and variance are over the same rows or sequences.
+So the row of a first token does not enter the previous-token score as a zero: it does not count,
+since it has no previous token. A statistic with one value per sequence (sink rate, received,
+coverage, overlap) is the mean over the sequences with a row that counts. Count and variance are
+taken over the same rows or sequences.
 """
 
 from __future__ import annotations
@@ -16,29 +17,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.heads.look import NAMES, Look, Looked
+from clearhead.heads.edge_sets import EDGE_SETS
+from clearhead.heads.map_summary import MapSummary, MapValues
 from clearhead.heads.moments import Moments
 from clearhead.readings import Distance, Entropy, Reading, TopK, TopKValue, Weights
 
-__all__ = ["STATISTICS", "Statistic", "Values", "readings_for"]
+__all__ = ["STATISTICS", "CallValues", "Statistic", "moments_of", "readings_for"]
 
 # Gu et al. call a source a sink where its mean weight is above this.
 SINK_THRESHOLD = 0.3
-# Up to so many numbers the kernel hands over the whole map; above, it is looked at in strips.
+# Maps of up to so many numbers are read whole; larger ones are summarized in strips.
 WHOLE = 1 << 24
 
 
-class Values:
+class CallValues:
     """What was read of one call: the values of the readings by name, and which rows count."""
 
-    def __init__(self, look: Look, read: dict[str, object]) -> None:
-        self.batch, top = look.batch, read["top"]
+    def __init__(self, summary: MapSummary, read: dict[str, object]) -> None:
+        self.batch, top = summary.batch, read["top"]
         assert isinstance(top, TopKValue)
         whole = read.get("weights")
-        looked = look.of(whole) if isinstance(whole, Tensor) else read["look"]
-        assert isinstance(looked, Looked)
-        self.read = {**read, **looked._asdict(), **dict(zip(NAMES, looked.masses, strict=True))}
-        self.most = top.weights[..., 0]
+        found = summary.of(whole) if isinstance(whole, Tensor) else read["summary"]
+        assert isinstance(found, MapValues)
+        masses = dict(zip(EDGE_SETS, found.masses, strict=True))
+        self.read = {**read, **found._asdict(), **masses}
+        self.largest = top.weights[..., 0]
         # (batch, head, query): real, and not empty
         self.rows = (top.sources[..., 0] >= 0) & self.batch.real[:, None]
 
@@ -54,143 +57,143 @@ class Values:
         return Moments.of(value.unsqueeze(-1), some.unsqueeze(-1))
 
 
-def readings_for(look: Look, heads: int) -> dict[str, Reading]:
-    """All that the statistics read of a call, by name."""
-    batch, position = look.batch.sizes
+def readings_for(summary: MapSummary, heads: int) -> dict[str, Reading]:
+    """The readings that the statistics need of a call, by name."""
+    batch, position = summary.batch.sizes
     small = batch * heads * position**2 <= WHOLE
     return {
         "top": TopK(1),
         "entropy": Entropy(),
         "normalized": Entropy(normalized=True),
         "distance": Distance(),
-        **({"weights": Weights()} if small else {"look": look}),
+        **({"weights": Weights()} if small else {"summary": summary}),
     }
 
 
 class Statistic:
-    """One number for each head and row that counts, or for each head and sequence."""
+    """One number for each head and each row that counts, or for each head and sequence."""
 
     name: str
     unit = "share of the row"
 
-    def value(self, values: Values) -> Tensor:
+    def value(self, values: CallValues) -> Tensor:
         """One value for each query, (batch, head, query)."""
         return values[self.name]
 
-    def counted(self, values: Values) -> Tensor:
+    def counted(self, values: CallValues) -> Tensor:
         """Which of them count."""
         return values.rows
 
 
-class OfSequence(Statistic):
-    """A number that a whole sequence has."""
+class SequenceStatistic(Statistic):
+    """One number for each head and sequence."""
 
-    def of(self, values: Values) -> Moments:
+    def of(self, values: CallValues) -> Moments:
         """Count, mean and variance, (batch, head)."""
         raise NotImplementedError
 
 
-class Entropy_(Statistic):
+class RowEntropy(Statistic):
     """How spread the weights are: H_i = -sum_j w_ij ln w_ij, in nats.
 
-    Low entropy in training is a head that collapses (Zhai et al. 2023, "Stabilizing Transformer
-    Training by Preventing Attention Entropy Collapse").
+    A low entropy in training indicates a head that collapses (Zhai et al. 2023, "Stabilizing
+    Transformer Training by Preventing Attention Entropy Collapse").
     """
 
     unit = "nats"
     name = "entropy"
 
 
-class Normalized(Statistic):
+class NormalizedEntropy(Statistic):
     """Entropy over the largest that the mask lets the row have: H_i / ln n_i, from 0 to 1.
 
     n_i is the number of sources that row i may read; a row with one source has 0. A head that stays
-    above 0.99 everywhere attends to everything alike, as an untrained one does.
+    above 0.99 everywhere attends uniformly, as an untrained one does.
     """
 
     unit = "share of the largest"
     name = "entropy_normalized"
 
-    def value(self, values: Values) -> Tensor:
+    def value(self, values: CallValues) -> Tensor:
         return values["normalized"]
 
 
-class Confidence(Statistic):
+class LargestWeight(Statistic):
     """The largest weight of a row: max_j w_ij (Voita et al. 2019, "Analyzing Multi-Head
     Self-Attention: Specialized Heads Do the Heavy Lifting, the Rest Can Be Pruned").
     """
 
     name = "confidence"
 
-    def value(self, values: Values) -> Tensor:
-        return values.most
+    def value(self, values: CallValues) -> Tensor:
+        return values.largest
 
 
-class Distance_(Statistic):
-    """How far a row looks: sum_j w_ij |i - j|, in positions (Vig and Belinkov 2019, "Analyzing the
-    Structure of Attention in a Transformer Language Model").
+class MeanDistance(Statistic):
+    """The mean distance of a row: sum_j w_ij |i - j|, in positions (Vig and Belinkov 2019,
+    "Analyzing the Structure of Attention in a Transformer Language Model").
     """
 
     unit = "positions"
     name = "distance"
 
 
-class Self(Statistic):
+class OwnPosition(Statistic):
     """The weight on the query's own position: w_ii."""
 
     name = "self"
 
 
-class Previous(Statistic):
+class PreviousToken(Statistic):
     """The weight on the position before: w_i,i-1: the previous-token score (Olsson et al. 2022,
     "In-context Learning and Induction Heads"; Voita et al. 2019).
     """
 
     name = "previous"
 
-    def counted(self, values: Values) -> Tensor:
+    def counted(self, values: CallValues) -> Tensor:
         at = torch.arange(values.batch.sizes[1], device=values.rows.device)
         return values.rows & (at > values.batch.start[:, None])[:, None]
 
 
-class Duplicate(Statistic):
+class DuplicateToken(Statistic):
     """The weight on earlier occurrences of the query's own token: sum over j < i with t_j = t_i
     (Wang et al. 2022, "Interpretability in the Wild").
     """
 
     name = "duplicate"
 
-    def counted(self, values: Values) -> Tensor:
+    def counted(self, values: CallValues) -> Tensor:
         return values.rows & (values.batch.before >= 0)[:, None]
 
 
-class Induction(Duplicate):
+class InductionScore(DuplicateToken):
     """The weight on the tokens that came after earlier occurrences of the query's token: sum over
     j <= i with t_j-1 = t_i (Olsson et al. 2022, "In-context Learning and Induction Heads": their
     prefix-matching score).
 
-    "[A] [B] ... [A] ->" looks at [B], which is what an induction head predicts.
+    "[A] [B] ... [A] ->" attends to [B], which is what an induction head predicts.
     """
 
     name = "induction"
 
 
-class Precursor(Statistic):
+class PrecursorToken(Statistic):
     """The weight on the tokens that came *before* earlier occurrences of the query's token: sum
     over j < i - 1 with t_j+1 = t_i.
 
-    Some texts call this one induction, too. It is not what an induction head does: the name is
-    ours, so that the two readings cannot be mixed up.
+    Some texts call this induction as well, although it is not what an induction head does. The
+    separate name keeps the two apart.
     """
 
     name = "precursor"
 
-    def counted(self, values: Values) -> Tensor:
+    def counted(self, values: CallValues) -> Tensor:
         batch = values.batch
         return values.rows & (batch.before > batch.start[:, None])[:, None]
 
 
-class Sink(Statistic):
+class SinkMass(Statistic):
     """The weight on the first token: w_i0, the sink mass (Xiao et al. 2023, "Efficient Streaming
     Language Models with Attention Sinks"). With padding on the left, on the first real token.
     """
@@ -198,7 +201,7 @@ class Sink(Statistic):
     name = "sink"
 
 
-class SinkRate(OfSequence):
+class SinkRate(SequenceStatistic):
     """The share of sequences in which the head has a sink: those where the mean over the rows of
     w_i0 is above 0.3 (Gu et al. 2024, "When Attention Sink Emerges in Language Models").
 
@@ -208,13 +211,13 @@ class SinkRate(OfSequence):
     unit = "share of sequences"
     name = "sink_rate"
 
-    def of(self, values: Values) -> Moments:
+    def of(self, values: CallValues) -> Moments:
         mean = Moments.of(values["sink"], values.rows).mean
-        # NaN is no "no sink": it must show.
+        # NaN must propagate: compared with the threshold it would read as "no sink".
         return values.once(torch.where(mean.isnan(), mean, (mean > SINK_THRESHOLD).double()))
 
 
-class Local(Statistic):
+class LocalMass(Statistic):
     """The weight within 8 positions on either side: sum over |i - j| <= 8 (local attention, as in
     Child et al. 2019, "Generating Long Sequences with Sparse Transformers").
     """
@@ -222,24 +225,24 @@ class Local(Statistic):
     name = "local"
 
 
-class Received_(OfSequence):
+class LargestReceived(SequenceStatistic):
     """The share of a sequence's whole weight that its most-read source receives:
     max_j sum_i w_ij / sum_ij w_ij (the heavy hitters of Zhang et al. 2023, "H2O").
 
-    1/T is even; near 1 nearly all rows read the same source, wherever it stands.
+    1/T is uniform; near 1 nearly all rows read the same source, wherever it stands.
     """
 
     unit = "share of the sequence"
     name = "received"
 
-    def of(self, values: Values) -> Moments:
+    def of(self, values: CallValues) -> Moments:
         received, total = values["received"], values["received"].sum(-1)
         share = received.amax(-1) / total.where(total > 0, 1)
         return values.once(share, also=total > 0)
 
 
-class Coverage(OfSequence):
-    """The share of sources that is read: the mean over real j of min(1, sum_i w_ij) (the coverage
+class Coverage(SequenceStatistic):
+    """The share of sources that are read: the mean over real j of min(1, sum_i w_ij) (the coverage
     of Tu et al. 2016 and Wu et al. 2016, "Google's Neural Machine Translation System").
 
     1 where every source receives at least the weight of one whole row.
@@ -248,7 +251,7 @@ class Coverage(OfSequence):
     unit = "share of the sources"
     name = "coverage"
 
-    def of(self, values: Values) -> Moments:
+    def of(self, values: CallValues) -> Moments:
         real = values.batch.real[:, None].expand_as(values["received"])
         return values.once(Moments.of(values["received"].clamp(max=1), real).mean)
 
@@ -256,22 +259,23 @@ class Coverage(OfSequence):
 STATISTICS: dict[str, Statistic] = {
     statistic.name: statistic
     for statistic in (
-        Entropy_(), Normalized(), Confidence(), Distance_(), Self(), Previous(), Duplicate(),
-        Induction(), Precursor(), Sink(), SinkRate(), Local(), Received_(), Coverage(),
+        RowEntropy(), NormalizedEntropy(), LargestWeight(), MeanDistance(), OwnPosition(),
+        PreviousToken(), DuplicateToken(), InductionScore(), PrecursorToken(), SinkMass(),
+        SinkRate(), LocalMass(), LargestReceived(), Coverage(),
     )
 }  # fmt: skip
 
 
-def moments_of(values: Values) -> Moments:
+def moments_of(values: CallValues) -> Moments:
     """All statistics of one call, (statistic, batch, head), in the order of `STATISTICS`."""
-    by_row = [s for s in STATISTICS.values() if not isinstance(s, OfSequence)]
-    # At once: so many small sums would take as long as the attention itself.
+    by_row = [s for s in STATISTICS.values() if not isinstance(s, SequenceStatistic)]
+    # All at once: one small sum per statistic would take as long as the attention itself.
     each = Moments.of(
         torch.stack([statistic.value(values) for statistic in by_row]),
         torch.stack([statistic.counted(values) for statistic in by_row]),
     )
     found = {statistic.name: each[number] for number, statistic in enumerate(by_row)}
     for statistic in STATISTICS.values():
-        if isinstance(statistic, OfSequence):
+        if isinstance(statistic, SequenceStatistic):
             found[statistic.name] = statistic.of(values)
     return Moments.stack([found[name] for name in STATISTICS])

@@ -1,7 +1,8 @@
-"""The attention layer in place of torch's, and `convert` for whole models."""
+"""`MultiheadAttention`, a drop-in replacement for torch's layer, and `convert` for whole models."""
 
 from __future__ import annotations
 
-from clearhead.layers.multihead import MultiheadAttention, convert
+from clearhead.layers.convert import convert
+from clearhead.layers.multihead import MultiheadAttention
 
 __all__ = ["MultiheadAttention", "convert"]

@@ -1,31 +1,22 @@
-"""The attention layer: `MultiheadAttention` in place of torch's, and `convert` for whole models."""
+"""`MultiheadAttention`: a drop-in replacement for torch's layer, with masks and readings."""
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
-from clearhead import masks
-from clearhead._core import type_error, value_error
 from clearhead.attention import attend
-from clearhead.layers import checks as checks
-from clearhead.masks import Block, Mask
+from clearhead.layers import checks
+from clearhead.layers.mask_arguments import MaskArguments
+from clearhead.masks import Mask
 from clearhead.readings import Reading, Weights
 
-if TYPE_CHECKING:
-    from clearhead._core import Sizes
-
-__all__ = ["MultiheadAttention", "convert"]
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
+__all__ = ["MultiheadAttention", "keep_off_fast_path"]
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -41,12 +32,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> entropy.shape
     torch.Size([1, 2, 4])
 
-    Constructor, arguments of the call, parameters and state_dict are torch's. So are the answers,
-    except where torch contradicts itself:
+    The constructor, the arguments of the call, the parameters and the state_dict are torch's. So
+    are the outputs, except where torch contradicts itself:
 
     - asking for weights changes nothing: output and gradients keep their bits;
     - a query that may attend to nothing gets context 0 (its output is the bias of out_proj);
-    - `is_causal=True` means causal, with or without a mask, and is never taken for a mere hint;
+    - `is_causal=True` means causal, with or without a mask, and is never a mere hint;
     - weights are those before dropout, so that rows sum to one;
     - a misuse is a ValueError or TypeError, the same in training and evaluation.
     """
@@ -68,7 +59,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         checks.construction(embed_dim, num_heads, dropout, kdim, vdim)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn,
                          kdim, vdim, batch_first, device, dtype)  # fmt: skip
-        _keep_off_fast_path(self)
+        keep_off_fast_path(self)
 
     def forward(
         self,
@@ -88,8 +79,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Weights are averaged over the heads, (batch, query, source), or with
         `average_attn_weights=False` (batch, head, query, source); None with `need_weights=False`.
-        The values mirror `read` as those of `attend` do and are always per head; then the two
-        arguments about weights play no part: ask for `readings.Weights()` by name.
+        The values mirror `read` as those of `attend` do and are always per head. The two
+        arguments about weights are then ignored: ask for `readings.Weights()` by name.
 
         Inputs are (query, batch, embed_dim), (batch, query, embed_dim) with `batch_first=True`, or
         (query, embed_dim) without a batch. All masks compose:
@@ -111,18 +102,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                           attn_mask=attn_mask, mask=mask, read=read)  # fmt: skip
             return self._each(query, key, value, **flags, is_causal=is_causal)
         sizes = checks.shapes(self, query, key, value)
-        checks.torch_masks(sizes, query, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-
-        real, added = checks.padding(key_padding_mask, sizes)
-        edges = self._edges(sizes, mask, attn_mask, real, is_causal)
-        bias = self._bias(sizes, attn_mask, added)
-        q, k, v = (self._split(x, query.ndim) for x in self._project(packed, query, key, value))
-        k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+        arguments = MaskArguments(sizes, query, mask, attn_mask, key_padding_mask, is_causal)
 
         wanted = (Weights() if need_weights else None) if read is None else read
-        dropout = self.dropout if self.training else 0.0
-        answer = attend(q, k, v, edges, bias=bias, dropout=dropout, read=wanted)
-        context, values = (answer, None) if wanted is None else answer
+        context, values = self._attend(packed, (query, key, value), arguments, wanted)
         output = self.out_proj(self._join(context, query.ndim))
         if query.ndim == 2 and values is not None:
             values = tree_map(lambda x: x.squeeze(0), values)
@@ -130,6 +113,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output, values
         weights = values.mean(-3) if average_attn_weights else values
         return output, weights.to(output.dtype)
+
+    def _attend(
+        self,
+        packed: Tensor | None,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        arguments: MaskArguments,
+        read: Reading | Sequence[Reading] | None,
+    ) -> tuple[Tensor, Any]:
+        """Project the inputs and attend; return the context and the values of `read`."""
+        edges, bias = arguments.edges(self._appended), arguments.bias(self._appended)
+        rank = inputs[0].ndim
+        q, k, v = (self._split(x, rank) for x in self._project(packed, *inputs))
+        k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+        dropout = self.dropout if self.training else 0.0
+        answer = attend(q, k, v, edges, bias=bias, dropout=dropout, read=read)
+        return (answer, None) if read is None else answer
 
     def _project(
         self, packed: Tensor | None, query: Tensor, key: Tensor, value: Tensor
@@ -159,7 +158,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _appended(self) -> int:
-        """How many sources the layer itself puts behind the sequence."""
+        """The number of sources that the layer itself appends to the sequence."""
         return (self.bias_k is not None) + bool(self.add_zero_attn)
 
     def _append(self, x: Tensor, learned: Tensor | None) -> Tensor:
@@ -170,41 +169,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             x = torch.cat([x, row], -2)
         return F.pad(x, (0, 0, 0, 1)) if self.add_zero_attn else x
 
-    def _edges(
-        self,
-        sizes: checks.Layout,
-        mask: Mask | Tensor | None,
-        attn_mask: Tensor | None,
-        real: Tensor | None,
-        is_causal: bool,
-    ) -> Mask | None:
-        """Put together all that blocks: the edges that each query may use."""
-        parts: list[Mask] = [masks.causal()] if is_causal else []
-        if mask is not None:
-            parts.append(checks.as_mask(mask, sizes))
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            parts.append(masks.dense(~checks.per_head(attn_mask, sizes)))
-        if real is not None:
-            parts.append(masks.keep(real))
-        if not parts:
-            return None
-        edges = functools.reduce(operator.and_, parts)
-        return _Appended(edges, self._appended) if self._appended else edges
-
-    def _bias(
-        self, sizes: checks.Layout, attn_mask: Tensor | None, added: Tensor | None
-    ) -> Tensor | None:
-        """Put together all that is added to the scores."""
-        parts = [] if added is None else [added]
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            parts.append(checks.per_head(attn_mask, sizes))
-        if not parts:
-            return None
-        bias = functools.reduce(operator.add, parts)
-        return F.pad(bias, (0, self._appended)) if self._appended else bias
-
     def _each(self, query: Tensor, key: Tensor, value: Tensor, **flags: Any) -> Any:
-        """Attend in each sample of nested tensors on its own."""
+        """Attend within each sample of nested tensors."""
         same = query is key and key is value
         triples = zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
         answers = [self.forward(q, *((q, q) if same else (k, v)), **flags) for q, k, v in triples]
@@ -213,125 +179,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return output, _pad_together(weights) if flags["need_weights"] else None
 
 
-class _Appended(Mask):
-    """The edges of a mask; the sources that the layer itself appends are open to every query."""
-
-    def __init__(self, inner: Mask, extra: int):
-        self.inner, self.extra = inner, extra
-        source = inner.own.source
-        self.own = inner.own._replace(source=None if source is None else source + extra)
-        self._calls = inner._calls
-
-    def to(self, device: torch.device | str) -> Mask:
-        return _Appended(self.inner.to(device), self.extra)
-
-    def check(self, sizes: Sizes) -> None:
-        self.inner.check(self._before(sizes))
-
-    def _before(self, sizes: Sizes) -> Sizes:
-        return sizes._replace(source=sizes.source - self.extra)
-
-    def _text(self, full: bool) -> str:
-        return f"appended({self.inner._text(full)}, {self.extra})"
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        before = self._before(sizes)
-        if before.source == 0:
-            return (i == i) & (j == j)
-        inside = self.inner._at(b, h, i, j.clamp(max=before.source - 1), before)
-        return inside | (j >= before.source)
-
-    def _tile(
-        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
-    ) -> Tensor:
-        before, added = self._before(sizes), columns >= sizes.source - self.extra
-        if before.source == 0:
-            return added.expand(len(rows), -1)
-        within = None if within is None else within & ~added
-        return self.inner._tile(rows, columns.clamp(max=before.source - 1), before, within) | added
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        before = source - self.extra
-        if left >= before:
-            return Block.FULL
-        inside = self.inner._block(top, bottom, left, min(right, before), query, before)
-        return inside if right <= before or inside == Block.FULL else Block.PARTIAL
-
-
 def _pad_together(weights: Sequence[Tensor]) -> Tensor:
-    """Stack the weights of samples of several sizes; what is not there has weight 0."""
+    """Stack the weights of samples of several sizes, padded with zeros."""
     query, source = (max(w.shape[axis] for w in weights) for axis in (-2, -1))
     return torch.stack(
         [F.pad(w, (0, source - w.shape[-1], 0, query - w.shape[-2])) for w in weights]
     )
 
 
-def _keep_off_fast_path(layer: nn.MultiheadAttention) -> None:
-    # nn.TransformerEncoderLayer reads this attribute to decide whether it may bypass the layer
-    # with one fused kernel of its own. The parameters are where they always are.
+def keep_off_fast_path(layer: nn.MultiheadAttention) -> None:
+    """Make nn.TransformerEncoderLayer call the layer instead of its own fused kernel."""
+    # The encoder layer decides by this attribute. The parameters stay where they are.
     layer._qkv_same_embed_dim = False
-
-
-def convert(model: ModelT) -> ModelT:
-    """Turn every `torch.nn.MultiheadAttention` in a model into ours, in place; return the model.
-
-    >>> import torch, clearhead as ch
-    >>> encoder = torch.nn.TransformerEncoder(
-    ...     torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), num_layers=2)
-    >>> type(ch.convert(encoder).layers[0].self_attn).__module__
-    'clearhead.layers.multihead'
-
-    The layers stay the same objects with another class: parameters (also an optimizer's), hooks,
-    shared layers, parametrizations, pruning, training mode, dtype and device are as they were.
-    `nn.TransformerEncoder` and `nn.TransformerEncoderLayer` no longer bypass their layers in
-    evaluation, so that they answer as in training, padded rows included.
-
-    Subclasses of `nn.MultiheadAttention` and layers whose `forward` was replaced are refused by
-    name, before anything is changed. A model that has been converted may be converted again.
-    """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "is a torch.nn.Module", got=type(model).__name__)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    if not found:
-        raise value_error(
-            "model",
-            "holds at least one torch.nn.MultiheadAttention",
-            got=f"{type(model).__name__} without any",
-            hint="models with attention of their own are watched as they are: clearhead.watch",
-        )
-    if reasons := [why for name, layer in found.items() if (why := _why_not(name, layer))]:
-        raise value_error(
-            "model", "holds layers that cannot be converted:\n  " + "\n  ".join(reasons)
-        )
-    for layer in found.values():
-        _change_class(layer)
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            # Otherwise it packs padded batches for the fused kernel and returns zeros there.
-            module.use_nested_tensor = False
-    return model
-
-
-def _why_not(name: str, layer: nn.MultiheadAttention) -> str | None:
-    where, kind = name or "the model itself", parametrize.type_before_parametrizations(layer)
-    if "forward" in vars(layer):
-        return f"{where}: its forward was replaced by another function; put the method back first"
-    if kind is not nn.MultiheadAttention and not issubclass(kind, MultiheadAttention):
-        return (
-            f"{where}: {kind.__name__} is a subclass; derive it from clearhead.MultiheadAttention"
-        )
-    return None
-
-
-def _change_class(layer: nn.MultiheadAttention) -> None:
-    if isinstance(layer, MultiheadAttention):
-        return
-    kind: Any = MultiheadAttention
-    if parametrize.is_parametrized(layer):
-        # Its class was made for this layer alone, with a property for each parametrized tensor.
-        own = {n: x for n, x in vars(type(layer)).items() if n not in ("__dict__", "__weakref__")}
-        kind = type(type(layer).__name__, (MultiheadAttention,), own)
-    layer.__class__ = kind
-    _keep_off_fast_path(layer)

@@ -1,4 +1,4 @@
-"""How a corpus becomes a table: records, sequences, batches, checkpoints, Parquet."""
+"""Statistics of heads over a corpus: records, sequences, batches, checkpoints, a Parquet table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scan needs to go on after it was stopped or killed, in a directory beside the table."""
+"""The state from which a stopped or killed scan resumes, in a directory beside the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clearhead.heads.moments import Moments
 
 __all__ = ["Checkpoint"]
 
-# Of the state: another one cannot be gone on with.
+# Of the state: a scan does not resume from another version.
 VERSION = 2
 _FIELDS = ("count", "mean", "spread")
 
@@ -25,9 +25,9 @@ _FIELDS = ("count", "mean", "spread")
 class Checkpoint:
     """The directory FILE.partial: one state file, replaced as a whole, and finished rows.
 
-    Rows of documents are written before the state that counts them: a part that no state knows of
-    is written over. One process at a time holds the directory: the lock goes with it, however it
-    ends.
+    Rows of documents are written before the state that counts them, and a file that no state
+    counts is overwritten. One process at a time holds the directory, by a lock that the system
+    releases when the process ends.
     """
 
     def __init__(self, target: Path) -> None:
@@ -37,12 +37,12 @@ class Checkpoint:
 
     @property
     def exists(self) -> bool:
-        """Whether there is something to go on with."""
+        """Whether there is a state to resume from."""
         return self._state.exists()
 
     @property
     def newer(self) -> bool:
-        """Whether the state was written after the table that stands there."""
+        """Whether the state is newer than the table that exists."""
         return self._state.stat().st_mtime_ns >= self.target.stat().st_mtime_ns
 
     @property
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other scans from the same FILE; leave no directory in which nothing is kept."""
+        """Hold the lock on FILE; remove the directory afterwards if it has no state."""
         file = self._locked()
         try:
             yield
@@ -65,27 +65,27 @@ class Checkpoint:
             self.home.mkdir(exist_ok=True)
             try:
                 file = (self.home / "lock").open("ab")
-            except FileNotFoundError:  # the scan that had it has just ended
+            except FileNotFoundError:  # the scan that held the lock has just ended
                 continue
             if not _lock(file):
                 file.close()
                 hint = "wait for it, or write to another file"
                 raise value_error("--out", "another scan writes it", got=self.target, hint=hint)
-            # Whoever had the lock before may have taken the file away.
+            # The previous holder may have removed the file.
             if _is(file, self.home / "lock"):
                 return file
             file.close()
 
     def clear(self) -> None:
-        """Forget everything; the lock is kept."""
+        """Remove the state and the rows; the lock stays."""
         self.parts = 0
-        # The state first: rows without a state are no scan.
+        # The state first: rows without a state are ignored.
         self._state.unlink(missing_ok=True)
         for path in self.home.glob("rows-*.parquet"):
             path.unlink(missing_ok=True)
 
     def save(self, moments: Mapping[str, Moments], state: Mapping[str, Any]) -> None:
-        """Write the state: numbers by name, and what JSON can hold."""
+        """Write the state: moments by name, and values that JSON can hold."""
         from safetensors.torch import save_file
 
         tensors = {
@@ -122,15 +122,15 @@ class Checkpoint:
         return found, state
 
     def next_part(self) -> Path:
-        """Where the next finished rows go; `add_part` counts them."""
+        """The file for the next finished rows; `add_part` counts it."""
         return self._part(self.parts)
 
     def add_part(self) -> None:
-        """Count the rows that were written."""
+        """Count a file of rows that was written."""
         self.parts += 1
 
     def row_files(self) -> Iterator[Path]:
-        """Give the files of finished rows, in order."""
+        """Return the files of finished rows, in order."""
         return map(self._part, range(self.parts))
 
     def _part(self, number: int) -> Path:
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Take a lock that the system lets go when the process ends; True where there are none."""
+    """Take a lock that the system releases when the process ends; True where there are no locks."""
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""Records of a corpus of any size, one after another; what is broken is counted, not fatal."""
+"""The records of a corpus of any size; broken ones are counted, not fatal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import IO, Any, NamedTuple
 
 from clearhead._core import value_error
 
-__all__ = ["Corpus", "Record"]
+__all__ = ["Corpus", "CorpusRecord"]
 
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-# Longer texts are read in pieces, each a record, so that memory does not grow with them; a line of
-# JSON, which cannot be cut, has at most so many bytes.
+# Longer texts are cut into several records, which bounds the memory; a line of JSON, which cannot
+# be cut, has at most so many bytes.
 _PIECE, _LONGEST = 1 << 20, 1 << 26
 
 
-class Record(NamedTuple):
-    """One text, its number among the usable ones, and how much of the corpus lies behind it."""
+class CorpusRecord(NamedTuple):
+    """One text, its number among the usable ones, and the share of the corpus read so far."""
 
     number: int
     text: str
@@ -27,9 +27,9 @@ class Record(NamedTuple):
 
 
 class Corpus:
-    """Texts from a file: a line, a paragraph, a JSON object or a Parquet row each.
+    """Texts from a file, each a line, a paragraph, a JSON object or a Parquet row.
 
-    `problems` counts what could not be used, by reason, and `places` says where the first was.
+    `problems` counts the records that could not be used, by reason; `places` holds the first.
     """
 
     def __init__(self, path: Path, *, format: str | None, by: str, field: str) -> None:
@@ -39,8 +39,8 @@ class Corpus:
         self.problems: Counter[str] = Counter()
         self.places: dict[str, str] = {}
 
-    def __iter__(self) -> Iterator[Record]:
-        """Read from the beginning."""
+    def __iter__(self) -> Iterator[CorpusRecord]:
+        """Read the file from its beginning."""
         self.problems.clear()
         self.places.clear()
         texts = {"text": self._texts, "jsonl": self._objects, "parquet": self._rows}
@@ -51,15 +51,15 @@ class Corpus:
         )
         found = ((text, share) for text, share in pieces if text.strip())
         for number, (text, share) in enumerate(found):
-            yield Record(number, text, share)
+            yield CorpusRecord(number, text, share)
 
     def problem(self, reason: str, place: str) -> None:
-        """Count something that could not be used."""
+        """Count a record that could not be used."""
         self.problems[reason] += 1
         self.places.setdefault(reason, place)
 
     def _lines(self, limit: int) -> Iterator[tuple[int, bytes, float]]:
-        """Lines with their numbers from 1; a longer one than `limit` comes in pieces."""
+        """Yield lines with their numbers from 1; a line longer than `limit` is cut."""
         with self.path.open("rb") as file:
             number = 1
             while line := file.readline(limit):
@@ -70,10 +70,10 @@ class Corpus:
         return file.tell() / self.size if self.size else 0.0
 
     def _decoded(self) -> Iterator[tuple[str, float]]:
-        """Lines of text; broken ones are counted, and endless ones cut."""
-        rest = b""
+        """Yield lines of text; undecodable ones are counted, and long ones cut."""
+        carried = b""
         for number, line, share in self._lines(_PIECE):
-            line, rest = rest + line, b""
+            line, carried = carried + line, b""
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             try:
@@ -82,13 +82,13 @@ class Corpus:
                 if line.endswith(b"\n") or error.start < len(line) - 3 or error.start == 0:
                     self.problem("not UTF-8", f"line {number}")
                     continue
-                # A cut through a character: its beginning belongs to the next piece.
-                text, rest = line[: error.start].decode(), line[error.start :]
+                # The cut divides a character: its first bytes belong to the next piece.
+                text, carried = line[: error.start].decode(), line[error.start :]
             if "\0" in text:
                 self.problem("has zero bytes", f"line {number}")
                 continue
             yield text.rstrip("\r\n"), share
-        if rest:
+        if carried:
             self.problem("not UTF-8", "the end")
 
     def _texts(self) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""A scan from its beginning, or from where it was stopped, to its table."""
+"""The job of a scan: from its beginning, or from a checkpoint, to its table."""
 
 from __future__ import annotations
 
@@ -12,23 +12,31 @@ from typing import Any
 from clearhead._core import value_error
 from clearhead.heads.corpus import table
 from clearhead.heads.corpus.checkpoint import Checkpoint
-from clearhead.heads.corpus.sequences import Place, Sequence, Sequences, batch_of, batches, windows
+from clearhead.heads.corpus.sequences import (
+    ResumePoint,
+    Sequences,
+    TokenSequence,
+    batch_of,
+    batches,
+    windows,
+)
+from clearhead.heads.layer_moments import LayerOutline, Totals
 from clearhead.heads.moments import Moments
-from clearhead.heads.part import Outline, Tally
 from clearhead.heads.survey import Survey
 
 __all__ = ["Job", "Stopped"]
 
-# Sequences of a window: the more, the more have the same length. Documents are kept to its end.
+# Sequences in a window: a larger one has more sequences of each length. Documents stay in memory
+# until its end.
 WINDOW, WINDOW_OF_DOCUMENTS = 2048, 512
 
 
 class Stopped(Exception):
-    """The scan was asked to stop, and did so between two batches."""
+    """The scan stopped on request, between two batches."""
 
 
 class Job:
-    """One scan. `about` says what makes it this scan: a resumed one must have the same."""
+    """One scan. `about` identifies it: a resumed scan must have the same."""
 
     def __init__(
         self,
@@ -42,15 +50,15 @@ class Job:
     ) -> None:
         self.survey, self.sequences, self.checkpoint = survey, sequences, checkpoint
         self.about, self.per_document, self.every = about, per_document, every
-        # Where the window starts, and how many of its sequences are counted.
-        self.place, self.done, self.share = Place(), 0, 0.0
-        # What the tokenizer refused: before this process began, and before the window.
+        # Where the window starts, how many of its sequences are counted, the share of the corpus.
+        self.place, self.done, self.share = ResumePoint(), 0, 0.0
+        # Records that the tokenizer refused: before this process started, and before the window.
         self.unencoded: dict[str, Any] = {}
         self.settled: dict[str, Any] = {}
         self.documents: dict[int, Moments] = {}
 
     def resume(self) -> None:
-        """Go on from the checkpoint."""
+        """Restore the state of the checkpoint."""
         moments, state = self.checkpoint.load()
         differ = [name for name in self.about if state["about"].get(name) != self.about[name]]
         if differ:
@@ -60,76 +68,76 @@ class Job:
             )
             hint = "ask for the same scan, or start over with --force"
             raise value_error("--resume", "is another scan", got=lines, hint=hint)
-        outlines = [Outline(*outline) for outline in state["layers"]]
-        self.survey.tally = Tally(outlines, moments["corpus"])
+        outlines = [LayerOutline(*outline) for outline in state["layers"]]
+        self.survey.totals = Totals(outlines, moments["corpus"])
         self.survey.sequences, self.survey.tokens = state["sequences"], state["tokens"]
         numbers = state["documents"]
         self.documents = {n: moments["documents"][i] for i, n in enumerate(numbers)}
-        self.place, self.done = Place(*state["place"]), state["done"]
+        self.place, self.done = ResumePoint(*state["place"]), state["done"]
         self.share, self.unencoded = state["share"], state["unencoded"]
         self.settled = self.unencoded
 
-    def run(self, tell: Callable[[float, int], None], batch: int) -> None:
-        """Read on to the end, and write the table. Raises Stopped where it was asked to."""
+    def run(self, report: Callable[[float, int], None], batch: int) -> None:
+        """Read to the end and write the table. Raises `Stopped` on the first Ctrl-C or SIGTERM."""
         saved = time.monotonic()
         size = WINDOW_OF_DOCUMENTS if self.per_document else WINDOW
-        with _asked_to_stop() as asked:
+        with _stop_requests() as requested:
             for window in windows(self.sequences.since(self.place), size):
                 for sequences in batches(window, batch, self.done):
                     self._add(sequences)
-                    tell(self._share(window), self.survey.tokens)
-                    if asked() or time.monotonic() - saved >= self.every:
+                    report(self._share(window), self.survey.tokens)
+                    if requested() or time.monotonic() - saved >= self.every:
                         self.save()
                         saved = time.monotonic()
-                    if asked():
+                    if requested():
                         raise Stopped
                 self._end(window)
             self._finish()
 
-    def _add(self, sequences: list[Sequence]) -> None:
+    def _add(self, sequences: list[TokenSequence]) -> None:
         moments = self.survey.read(batch_of(sequences))[: len(sequences)]
         self.survey.count(moments, sum(len(sequence.tokens) for sequence in sequences))
         self.done += len(sequences)
         if self.per_document:
             self._add_to_documents(sequences, moments)
 
-    def _add_to_documents(self, sequences: list[Sequence], moments: Moments) -> None:
-        assert self.survey.tally is not None
-        own = moments[:, : self.survey.tally.of_statistics]
+    def _add_to_documents(self, sequences: list[TokenSequence], moments: Moments) -> None:
+        assert self.survey.totals is not None
+        own = moments[:, : self.survey.totals.statistics_size]
         for number, sequence in enumerate(sequences):
             before = self.documents.get(sequence.record)
             self.documents[sequence.record] = (
                 own[number] if before is None else before.merge(own[number])
             )
 
-    def _share(self, window: list[Sequence]) -> float:
-        """How much of the corpus is read, about: as much of the window as is counted."""
+    def _share(self, window: list[TokenSequence]) -> float:
+        """Estimate the share of the corpus that is read, from the counted part of the window."""
         lengths = sorted((len(sequence.tokens) for sequence in window), reverse=True)
         part = sum(lengths[: self.done]) / sum(lengths)
         return self.share + (window[-1].share - self.share) * part
 
-    def _end(self, window: list[Sequence]) -> None:
+    def _end(self, window: list[TokenSequence]) -> None:
         self.place, self.done, self.share = window[-1].after, 0, window[-1].share
         self.settled = self._all_unencoded()
-        over = sorted(number for number in self.documents if number < self.place.record)
-        if over:
-            assert self.survey.tally is not None
-            moments = Moments.stack([self.documents.pop(number) for number in over])
-            rows = table.of_documents(over, self.survey.tally.outlines, moments)
+        finished = sorted(number for number in self.documents if number < self.place.record)
+        if finished:
+            assert self.survey.totals is not None
+            moments = Moments.stack([self.documents.pop(number) for number in finished])
+            rows = table.of_documents(finished, self.survey.totals.outlines, moments)
             with _writing():
                 table.write(self.checkpoint.next_part(), rows, {})
             self.checkpoint.add_part()
 
     def save(self) -> None:
         """Write a checkpoint."""
-        tally = self.survey.tally
-        assert tally is not None
-        moments = {"corpus": tally.moments}
+        totals = self.survey.totals
+        assert totals is not None
+        moments = {"corpus": totals.moments}
         if self.documents:
             moments["documents"] = Moments.stack(list(self.documents.values()))
         state = {
             "about": self.about,
-            "layers": tally.outlines,
+            "layers": totals.outlines,
             "documents": list(self.documents),
             "place": self.place,
             "done": self.done,
@@ -142,7 +150,7 @@ class Job:
             self.checkpoint.save(moments, state)
 
     def _all_unencoded(self) -> dict[str, Any]:
-        """What the tokenizer refused, also before a resume."""
+        """Records that the tokenizer refused, also before a resume."""
         found = {}
         for reason in {*self.unencoded, *self.sequences.refused}:
             count, place = self.unencoded.get(reason, (0, self.sequences.places.get(reason)))
@@ -150,7 +158,7 @@ class Job:
         return found
 
     def problems(self) -> dict[str, tuple[int, str]]:
-        """How many records could not be used, by reason, and where the first was."""
+        """How many records could not be used, and the place of the first, by reason."""
         corpus = self.sequences.corpus
         found = {reason: (n, corpus.places[reason]) for reason, n in corpus.problems.items()}
         return found | {reason: tuple(pair) for reason, pair in self._all_unencoded().items()}
@@ -174,7 +182,7 @@ class Job:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Say of a full disk what is left, and what to do."""
+    """Explain a failed write: what is kept, and what to do."""
     from safetensors import SafetensorError
 
     try:
@@ -185,22 +193,22 @@ def _writing() -> Iterator[None]:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C (or SIGTERM) wait for the end of the batch; a second one does not."""
-    asked: list[int] = []
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Defer the first Ctrl-C or SIGTERM to the end of the batch; a second one interrupts."""
+    requests: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
 
-    def ask(number: int, frame: Any) -> None:
-        if asked:
+    def request(number: int, frame: Any) -> None:
+        if requests:
             raise KeyboardInterrupt
-        asked.append(number)
+        requests.append(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, ask) for number in numbers]
+    before = [signal.signal(number, request) for number in numbers]
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(requests)
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""From records to windows of sequences, and to batches in which all sequences have one length."""
+"""Windows of token sequences, and batches in which all sequences have one length."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch
 from clearhead.heads.batch import Batch
 from clearhead.heads.corpus.corpus import Corpus
 
-__all__ = ["Place", "Sequence", "Sequences", "batch_of", "batches", "windows"]
+__all__ = ["ResumePoint", "Sequences", "TokenSequence", "batch_of", "batches", "windows"]
 
 UNENCODED = "not known to the model's tokenizer"
-# A window ends with its last sequence, or once it has so many tokens.
+# A window ends at its limit of sequences, or once it holds so many tokens.
 TOKENS = 1 << 18
-# Several sequences run together up to so many tokens: more at once is no faster on a CPU.
+# Sequences run together up to so many tokens: more at once is no faster on a CPU.
 TOGETHER = 2048
-# Fewer rows than this may be multiplied by other code than many, which rounds in another way.
+# Products of fewer rows may take another code path, which rounds differently.
 LEAST = 16
 
 
-class Place(NamedTuple):
-    """Where a scan goes on: the number of a record, and of a sequence in it."""
+class ResumePoint(NamedTuple):
+    """Where a scan resumes: the number of a record, and of a sequence in it."""
 
     record: int = 0
     sequence: int = 0
 
 
-class Sequence(NamedTuple):
-    """Some tokens of a record, with the place of the next sequence."""
+class TokenSequence(NamedTuple):
+    """Some tokens of a record, and the resume point after them."""
 
     record: int
     tokens: list[int]
-    after: Place
+    after: ResumePoint
     share: float
 
 
@@ -50,8 +50,8 @@ class Sequences:
         self.refused: Counter[str] = Counter()
         self.places: dict[str, str] = {}
 
-    def since(self, place: Place) -> Iterator[Sequence]:
-        """Give the sequences from a place on."""
+    def since(self, place: ResumePoint) -> Iterator[TokenSequence]:
+        """Yield the sequences from a resume point on."""
         for record in self.corpus:
             if self.limit is not None and record.number >= self.limit:
                 return
@@ -64,14 +64,16 @@ class Sequences:
                 if record.number == place.record and number < place.sequence:
                     continue
                 last = number == len(starts) - 1
-                after = Place(record.number + 1) if last else Place(record.number, number + 1)
+                after = ResumePoint(
+                    *((record.number + 1,) if last else (record.number, number + 1))
+                )
                 piece = tokens[start : start + self.length]
-                yield Sequence(record.number, piece, after, max(share, record.share))
+                yield TokenSequence(record.number, piece, after, max(share, record.share))
 
     def _tokens(self, number: int, text: str) -> list[int]:
         try:
             return self.encode(text)
-        # What tokenizers raise on text that they do not know, lone surrogates among it.
+        # What tokenizers raise on text that they cannot encode, such as lone surrogates.
         except (ValueError, TypeError, UnicodeError) as error:
             reason = str(error).splitlines()[0]
             self.refused[UNENCODED] += 1
@@ -79,9 +81,9 @@ class Sequences:
             return []
 
 
-def windows(sequences: Iterator[Sequence], size: int) -> Iterator[list[Sequence]]:
-    """Cut what comes into windows of `size` sequences, fewer where they are long."""
-    window: list[Sequence] = []
+def windows(sequences: Iterator[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:
+    """Cut a stream into windows of `size` sequences, fewer where they are long."""
+    window: list[TokenSequence] = []
     tokens = 0
     for sequence in sequences:
         window.append(sequence)
@@ -93,11 +95,11 @@ def windows(sequences: Iterator[Sequence], size: int) -> Iterator[list[Sequence]
         yield window
 
 
-def batches(window: list[Sequence], most: int, done: int = 0) -> Iterator[list[Sequence]]:
-    """Batches of a window, after its first `done` sequences: the longest first.
+def batches(window: list[TokenSequence], most: int, done: int = 0) -> Iterator[list[TokenSequence]]:
+    """Yield the batches of a window after its first `done` sequences, longest first.
 
     All sequences of a batch have one length: none is padded, and the order in which sequences are
-    counted does not hang on how many run together.
+    counted does not depend on the batch size.
     """
     ordered = sorted(window, key=lambda sequence: -len(sequence.tokens))[done:]
     for length, alike in groupby(ordered, key=lambda sequence: len(sequence.tokens)):
@@ -107,7 +109,7 @@ def batches(window: list[Sequence], most: int, done: int = 0) -> Iterator[list[S
             yield group[start : start + step]
 
 
-def batch_of(sequences: list[Sequence]) -> Batch:
-    """Put sequences of one length side by side; very few tokens are run along with copies."""
+def batch_of(sequences: list[TokenSequence]) -> Batch:
+    """Stack sequences of one length; very few tokens are repeated to reach `LEAST`."""
     tokens = torch.tensor([sequence.tokens for sequence in sequences])
     return Batch(tokens.repeat(-(-LEAST // tokens.numel()), 1))

@@ -1,4 +1,4 @@
-"""The table of a scan on disk: Parquet, whole or not at all."""
+"""The table of a scan on disk: Parquet, written atomically."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from clearhead._core import replacing, value_error
+from clearhead.heads.layer_moments import LayerOutline
 from clearhead.heads.moments import Moments
-from clearhead.heads.part import Outline
 from clearhead.heads.statistics import STATISTICS
 
 __all__ = ["SCHEMA", "VERSION", "gather", "of_documents", "of_rows", "parquet", "read", "write"]
@@ -21,7 +21,7 @@ SCHEMA, VERSION = "clearhead.scan", 1
 
 
 def parquet() -> Any:
-    """Import pyarrow with its Parquet module, or say how to get it."""
+    """Import pyarrow with its Parquet module, or raise with the pip command."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -36,8 +36,8 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Any:
     return pyarrow.Table.from_pylist(list(rows), schema=_schema(pyarrow, document=False))
 
 
-def of_documents(numbers: Sequence[int], outlines: Sequence[Outline], moments: Moments) -> Any:
-    """The statistics of documents, (document, number) as `Tally` has them, as an Arrow table."""
+def of_documents(numbers: Sequence[int], outlines: Sequence[LayerOutline], moments: Moments) -> Any:
+    """Documents as an Arrow table; `moments` are (document, number), in the order of `Totals`."""
     pyarrow = parquet()
     schema = _schema(pyarrow, document=True)
     document = torch.tensor(numbers)[:, None].expand_as(moments.count)
@@ -62,7 +62,7 @@ def of_documents(numbers: Sequence[int], outlines: Sequence[Outline], moments: M
     return pyarrow.table(columns, schema=schema)
 
 
-def _places(outlines: Sequence[Outline]) -> tuple[Tensor, Tensor, Tensor]:
+def _places(outlines: Sequence[LayerOutline]) -> tuple[Tensor, Tensor, Tensor]:
     """Layer, head and statistic of each number."""
     found = []
     for layer, outline in enumerate(outlines):
@@ -78,14 +78,14 @@ def _places(outlines: Sequence[Outline]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write(path: Path, rows: Any, about: Mapping[str, Any]) -> None:
-    """Write an Arrow table to a Parquet file, under its name only once it is whole."""
+    """Write an Arrow table to a Parquet file, which replaces `path` once it is complete."""
     pyarrow = parquet()
     with replacing(path) as part:
         pyarrow.parquet.write_table(rows.replace_schema_metadata(_metadata(about)), part)
 
 
 def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
-    """Put the parts of a table together, one after another, in one file."""
+    """Concatenate the parts of a table in one file."""
     pyarrow = parquet()
     schema = _schema(pyarrow, document=True).with_metadata(_metadata(about))
     with replacing(path) as whole, pyarrow.parquet.ParquetWriter(whole, schema) as writer:
@@ -115,7 +115,7 @@ def _schema(pyarrow: Any, *, document: bool) -> Any:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any]:
-    """Read a table that `scan` wrote: what it says of itself, and its rows (an Arrow table)."""
+    """Read a table that `scan` wrote: its metadata, and its rows (an Arrow table)."""
     pyarrow = parquet()
     if not path.is_file():
         raise value_error("FILE", "does not exist" if not path.exists() else "is no file", got=path)

@@ -50,7 +50,7 @@ def rollout(
     normalised to one (Abnar and Zuidema 2020, "Quantifying Attention Flow in Transformers", who
     take residual 0.5). Only the chosen rows of R are made, from the last layer down: one weighted
     sum of rows a layer, no (query, source) matrix. The queries and keys of all layers are kept
-    meanwhile; attention written by hand hands over its whole maps, and they are kept too.
+    meanwhile; handwritten attention computes whole maps, and these are kept too.
 
     `inputs` is a tensor, a tuple of arguments, or keywords: a dict, or what a tokenizer returns.
     `heads="max"` takes the largest weight over the heads. Rollout mixes heads and leaves out values

@@ -1,4 +1,4 @@
-"""How a model is run on tokens for the sake of its heads: no caches, no logits, no decoder."""
+"""How a model is run to read its heads: without caches, logits or a decoder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from clearhead import masks
 from clearhead._capture import two_sided
 from clearhead.heads.batch import Batch
 
-__all__ = ["body_of", "runner"]
+__all__ = ["body_runner", "runner"]
 
 
 def runner(model: nn.Module) -> Callable[[Batch], Any]:
-    """How to run a model on tokens, by the names that its forward has."""
+    """Return a function that runs a model on a batch, by the argument names of its forward."""
     read: Any = cast("Any", model).get_encoder() if two_sided(model) else model
     names = inspect.signature(getattr(read, "forward", read)).parameters
     if "input_ids" not in names:
         return lambda batch: _plain(read, batch, "mask" in names)
-    # What is not looked at need not be made: caches, and logits of all positions.
-    never = {"use_cache": False, "logits_to_keep": 1}
-    fixed = {name: value for name, value in never.items() if name in names}
+    # Skip what is not read: caches, and the logits of all positions but the last.
+    skipped = {"use_cache": False, "logits_to_keep": 1}
+    fixed = {name: value for name, value in skipped.items() if name in names}
 
     def run(batch: Batch) -> Any:
         mask = {"attention_mask": batch.real.long()} if "attention_mask" in names else {}
@@ -32,8 +32,8 @@ def runner(model: nn.Module) -> Callable[[Batch], Any]:
     return run
 
 
-def body_of(model: Any) -> Callable[[Batch], Any] | None:
-    """How to run a model without its head; None where it has none that can be told apart."""
+def body_runner(model: Any) -> Callable[[Batch], Any] | None:
+    """Return a function that runs a model without its head; None where no body can be told."""
     body = getattr(model, "base_model", None)
     if not isinstance(body, nn.Module) or body is model or two_sided(model):
         return None
