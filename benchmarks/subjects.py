@@ -76,8 +76,8 @@ def seen(draw: Draw, model: Any, inputs: Tensor, s: Sizes) -> Outputs:
     yield "output", output
     for at, record in enumerate(found):
         yield from named(f"record {at}", dict(zip(wanted, record.value, strict=True)))
-        facts = (record.layer, record.module, record.call, record.kind, record.scale, record.sizes)
-        yield f"record {at}.facts", facts
+        facts = (record.layer, record.module, record.call, record.kind, record.scale)
+        yield f"record {at}.facts", str((*facts, *record.sizes))
         yield f"record {at}.check", record.check
         if record.mask is not None:
             yield f"record {at}.mask", record.mask.dense(*record.sizes[2:])
