@@ -19,12 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from clearhead._core import did_you_mean
-from clearhead.masks.algebra import And as And
-from clearhead.masks.algebra import Minus as Minus
-from clearhead.masks.algebra import Not as Not
-from clearhead.masks.algebra import Or as Or
 from clearhead.masks.convert import from_additive, from_huggingface, from_multihead, from_sdpa
-from clearhead.masks.data import Dense as Dense
 from clearhead.masks.listed import edges
 from clearhead.masks.make import MAY_ATTEND as MAY_ATTEND
 from clearhead.masks.make import dense, document, duplicate, induction, keep, lengths, same, where
@@ -33,7 +28,6 @@ from clearhead.masks.make import only_ones_and_zeros as only_ones_and_zeros
 from clearhead.masks.mask import Block, Mask
 from clearhead.masks.mask import Own as Own
 from clearhead.masks.parse import guess, parse
-from clearhead.masks.positional import Relative as Relative
 from clearhead.masks.positional import (
     band,
     causal,
@@ -44,6 +38,7 @@ from clearhead.masks.positional import (
     prefix,
     window,
 )
+from clearhead.masks.ranges import Ranges as Ranges
 from clearhead.masks.text import Map, default_sizes, picture
 
 EMPTY, PARTIAL, FULL = Block

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from clearhead._core import value_error
-from clearhead.masks.mask import Block, Mask, Own, how_many, readable, tidy
+from clearhead.masks.mask import Block, Mask, Own, how_many, readable
+from clearhead.masks.ranges import Interval, complement, intersection, tidy
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -76,6 +77,13 @@ class And(Pair):
             return None
         return torch.maximum(left[0], right[0]), torch.minimum(left[1], right[1])
 
+    def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
+        left = self.left._ranges(i, sizes, most)
+        right = None if left is None else self.right._ranges(i, sizes, most)
+        if left is None or right is None or len(left) * len(right) > most:
+            return None
+        return intersection(left, right)
+
 
 class Or(Pair):
     """The edges in one or both."""
@@ -111,6 +119,15 @@ class Or(Pair):
             return None
         start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
         return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
+
+    def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
+        left = self.left._ranges(i, sizes, most)
+        right = None if left is None else self.right._ranges(i, sizes, most)
+        if left is None or right is None:
+            return None
+        joined = super()._ranges(i, sizes, most)
+        union = left + right if joined is None else joined
+        return union if len(union) <= most else None
 
 
 class Not(Mask):
@@ -163,6 +180,10 @@ class Not(Mask):
         end = torch.where(last & ~empty, start, zero + sizes.source)
         return begin, end
 
+    def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
+        found = self.inner._ranges(i, sizes, most)
+        return complement(found[0], sizes.source) if found and len(found) == 1 else None
+
 
 class Minus(Pair):
     """The edges of the first that are not in the second."""
@@ -188,6 +209,9 @@ class Minus(Pair):
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         return self._both._intervals(i, sizes)
+
+    def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
+        return self._both._ranges(i, sizes, most)
 
 
 def compose(kind: type[Pair], left: Mask | Tensor, right: Mask | Tensor) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead._core import value_error
 from clearhead.masks.mask import Block, Mask, Own, readable
+from clearhead.masks.ranges import Interval
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -278,6 +279,7 @@ class Dense(Mask):
     """The edges that are True in a tensor."""
 
     _made_of = ("tensor",)
+    stored = True
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -329,6 +331,16 @@ class Dense(Mask):
         tensor = self.tensor.to(i.device)
         tensor = tensor.expand(*tensor.shape[:-2], sizes.query, sizes.source)
         return runs(tensor)
+
+    def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
+        # Looking for the runs of a whole map costs more than reading it as it is.
+        return None if self.own.query is not None else super()._ranges(i, sizes, most)
+
+    def strip(self, queries: range, sizes: Sizes) -> Tensor:
+        tensor = self.tensor
+        if self.own.query is not None:
+            tensor = tensor[..., queries.start : queries.stop, :]
+        return tensor if tensor.ndim == 4 else tensor[None, None]
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         b_, h_, i_, j_ = (torch.tensor(x, device=self.tensor.device) for x in (b, h, i, j))

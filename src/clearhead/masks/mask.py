@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead._core import type_error, value_error
+from clearhead.masks.ranges import Interval, Ranges, tidy
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -203,6 +204,35 @@ class Mask:
     def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         """Start and stop, which may lie outside of the sources or be crossed in empty rows."""
         return None
+
+    # What implementations ask.
+
+    relative = False  # only the distance between query and source counts: `ranges` is a lookup
+    stored = False  # the edges are in memory already: `strip` copies nothing
+
+    def ranges(self, query: int, source: int | None = None, most: int = 4) -> Ranges | None:
+        """Give at most `most` ranges of sources for each query, or None where it has more.
+
+        None also where looking for them would cost more than the map itself.
+        """
+        sizes = self._sizes(query, source, None, None)
+        self.check(sizes)
+        found = self._ranges(torch.arange(query), sizes, most)
+        return None if found is None else Ranges.of(found)
+
+    def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
+        """The sources of these queries as a union of intervals that lie inside of the sources."""
+        found = self._intervals(i, sizes)
+        return None if found is None else [tidy(*found, sizes.source)]
+
+    def strip(self, queries: range, sizes: Sizes) -> Tensor:
+        """Give the edges of some queries to all sources, as bools.
+
+        (batch or 1, head or 1, queries or 1, source or 1), in any strides.
+        """
+        rows = torch.arange(queries.start, queries.stop)
+        edges = self.tile(rows, torch.arange(sizes.source), sizes)
+        return edges if edges.ndim == 4 else edges[None, None]
 
     def row(
         self,
@@ -570,12 +600,6 @@ def how_many(number: int, name: str) -> str:
     """Write a number of samples, heads, queries or sources in words."""
     plural = {"batch": "samples", "head": "heads", "query": "queries", "source": "sources"}
     return f"{number} {name if number == 1 else plural[name]}"
-
-
-def tidy(start: Tensor, stop: Tensor, source: int) -> tuple[Tensor, Tensor]:
-    """Intervals inside of the sources, with stop == start where a row is empty."""
-    start, stop = start.clamp(0, source), stop.clamp(0, source)
-    return start, torch.maximum(start, stop)
 
 
 def readable(values: Tensor) -> bool:

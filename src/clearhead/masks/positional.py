@@ -1,7 +1,10 @@
 """Masks of numbers alone: every row is one interval of sources."""
 
+# The methods are documented once, in Mask.
+# ruff: noqa: D102
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from clearhead._core import type_error, value_error
 from clearhead.masks.mask import Block, Mask
+from clearhead.masks.ranges import Ranges
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -113,6 +117,7 @@ class Relative(Mask):
     """Edges whose source stands from `low` to `high` positions after the query (None: any)."""
 
     _made_of = ("name", "low", "high", "align")
+    relative = True
 
     def __init__(
         self, name: str, given: tuple[int, ...], low: int | None, high: int | None, align: Align
@@ -153,6 +158,9 @@ class Relative(Mask):
         stop = torch.zeros_like(at) + sizes.source if self.high is None else at + self.high + 1
         return start, stop
 
+    def ranges(self, query: int, source: int | None = None, most: int = 4) -> Ranges | None:
+        return _ranges(self.low, self.high, self.align, query, source)
+
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         offset = self._offset(sizes.query, sizes.source)
         asker = f"query {i}" + (f" (at position {i + offset})" if offset else "")
@@ -160,6 +168,14 @@ class Relative(Mask):
         if not after:
             return f"source {j} is the own position of {asker}"
         return f"source {j} lies {abs(after)} {'after' if after > 0 else 'before'} {asker}"
+
+
+@lru_cache(maxsize=64)
+def _ranges(
+    low: int | None, high: int | None, align: Align, query: int, source: int | None
+) -> Ranges | None:
+    """The ranges of a relative mask: five tensor operations would cost more than a small call."""
+    return Mask.ranges(Relative("", (), low, high, align), query, source)
 
 
 def everything() -> Mask:

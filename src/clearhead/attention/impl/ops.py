@@ -14,7 +14,7 @@ from clearhead.attention.impl.autograd import filled, tensors_of
 from clearhead.attention.impl.native import backward, kernel
 from clearhead.attention.impl.native.reading_grads import Changes
 from clearhead.attention.problem import Problem
-from clearhead.masks import Mask, Own, dense
+from clearhead.masks import Mask, Own, Ranges, dense
 from clearhead.readings import LogSumExp, Reading
 
 # What serves numbers that are out of the kernel's range, as in eager calls; `native` sets them.
@@ -80,7 +80,7 @@ def _inputs(
 ) -> kernel.Inputs:  # fmt: skip
     ranges = None
     if start is not None:
-        ranges = kernel.Ranges(*(x[None].contiguous() for x in (start, stop)))
+        ranges = Ranges(*(x[None].contiguous() for x in (start, stop)))
     problem = Problem(q, k, v, None, scale, bias, softcap, sinks, dropout, seed)
     return kernel.Inputs(problem, ranges, edges)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from clearhead import readings
 from clearhead.attention.impl import dropout
 from clearhead.attention.problem import Problem
-from clearhead.masks import And, Dense, Minus, Not, Or, Relative
+from clearhead.masks import Mask, Ranges
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
 # As in native/kernel.h.
@@ -56,104 +55,6 @@ class OutOfRange(ArithmeticError):
     """The numbers of a call are too large for the kernel, or not finite."""
 
 
-class Ranges(NamedTuple):
-    """Start and stop of the ranges of each query's sources, (range, batch or 1, head or 1, query).
-
-    A source is allowed that lies in any of them.
-    """
-
-    start: Tensor  # int32
-    stop: Tensor
-
-    def strides(self) -> tuple[int, int, int, int]:
-        """How many ranges, and the steps from range to range, sample to sample, head to head."""
-        count, batch, head, query = self.start.shape
-        per_head = query if head > 1 else 0
-        return count, batch * head * query, (query * head if batch > 1 else 0), per_head
-
-
-def ranges_of(mask: Any, problem: Problem) -> Ranges | None:
-    """Return the mask as a few ranges a query, or None where it is none."""
-    query, source = problem.query.shape[-2], problem.key.shape[-2]
-    if type(mask) is Relative:
-        return _relative_ranges(mask.low, mask.high, mask.align, query, source)
-    found = _intervals(mask, query, source)
-    return None if found is None else _as_ranges(found)
-
-
-def _intervals(mask: Any, query: int, source: int) -> list[tuple[Tensor, Tensor]] | None:
-    """The mask as a union of intervals; looking for them in a full tensor costs more than it."""
-    if type(mask) is Dense and mask.own.query is not None:
-        return None
-    if not isinstance(mask, And | Or | Minus | Not):
-        found = mask.intervals(query, source)
-        return None if found is None else [found]
-    if isinstance(mask, Not):
-        return _complement(_intervals(mask.inner, query, source), source)
-    left = _intervals(mask.left, query, source)
-    right = None if left is None else _intervals(mask.right, query, source)
-    if isinstance(mask, Minus):
-        right = _complement(right, source)
-    if left is None or right is None:
-        return None
-    if isinstance(mask, Or):
-        found = mask.intervals(query, source)
-        union = left + right if found is None else [found]
-    else:
-        pairs = [(a, b) for a in left for b in right]
-        union = [(torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])) for a, b in pairs]
-    return union if len(union) <= RANGES else None
-
-
-def _complement(
-    found: list[tuple[Tensor, Tensor]] | None, source: int
-) -> list[tuple[Tensor, Tensor]] | None:
-    if found is None or len(found) > 1:
-        return None
-    start, stop = found[0]
-    # An empty interval may lie anywhere; its complement is everything.
-    empty = stop <= start
-    start, stop = start.masked_fill(empty, 0), stop.masked_fill(empty, 0)
-    return [(torch.zeros_like(start), start), (stop, torch.full_like(stop, source))]
-
-
-def _as_ranges(found: list[tuple[Tensor, Tensor]]) -> Ranges:
-    lifted = [[x if x.ndim == 3 else x[None, None] for x in pair] for pair in found]
-    starts, stops = zip(*(_broadcast(pair) for pair in lifted), strict=True)
-    return Ranges(*(_stack(x) for x in (starts, stops)))
-
-
-def _broadcast(pieces: Any) -> Any:
-    """torch.broadcast_tensors takes 5 us where there is nothing to do, too."""
-    same = all(x.shape == pieces[0].shape for x in pieces)
-    return pieces if same else torch.broadcast_tensors(*pieces)
-
-
-def _stack(pieces: Any) -> Tensor:
-    pieces = _broadcast(pieces)
-    whole = pieces[0][None] if len(pieces) == 1 else torch.stack(pieces)
-    return whole.to(torch.int32).contiguous()
-
-
-@functools.lru_cache(maxsize=64)
-def _relative_ranges(low: Any, high: Any, align: Any, query: int, source: int) -> Ranges:
-    """Five operations on tensors would cost more than a small call."""
-    return _as_ranges([Relative("", (), low, high, align).intervals(query, source)])  # type: ignore[list-item]
-
-
-class Placed(NamedTuple):
-    """What a kernel call is told of ranges, which live as long as this."""
-
-    ranges: Ranges
-    places: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def _relative_placed(*given: Any) -> Placed:
-    ranges = _relative_ranges(*given)
-    return Placed(ranges, (ranges.start.data_ptr(), ranges.stop.data_ptr(), *ranges.strides()))
-
-
 def four(x: Tensor) -> Tensor:
     """The tensor as (batch, head, position, feature), features side by side."""
     if x.ndim != 4:
@@ -183,7 +84,7 @@ class Inputs:
         self.query, self.key, self.value = map(four, (problem.query, problem.key, problem.value))
         self.ranges, self.edges, self.bias, self.sinks = ranges, edges, None, None
         if problem.mask is not None:
-            self.ranges = ranges_of(problem.mask, problem)
+            self.ranges = problem.mask.ranges(*problem.sizes[2:], RANGES)
         if problem.bias is not None:
             shape = (*self.query.shape[:3], self.key.shape[2])
             self.bias = lifted(problem.bias.detach().resolve_neg(), problem).float().expand(shape)
@@ -194,7 +95,7 @@ class Inputs:
         """The whole, or as many queries at a time as have few enough edges to write out."""
         query = self.query.shape[2]
         mask = self.problem.mask
-        if mask is None or self.ranges is not None or type(mask) is Dense:
+        if mask is None or self.ranges is not None or mask.stored:
             return [range(query)]
         own, block = mask.own, _native.block()
         row = (own.batch or 1) * (own.head or 1) * self.key.shape[2]
@@ -211,11 +112,10 @@ class Inputs:
             v.data_ptr(), v.shape, v.stride(), out.data_ptr(), out.stride(), self.problem.scale,
         )  # fmt: skip
         if self.ranges is not None:
-            start, stop = self.ranges
-            at = 4 * part.start if part is not None else 0
-            call.set_ranges(start.data_ptr() + at, stop.data_ptr() + at, *self.ranges.strides())
+            call.set_ranges(*self.ranges.address_from(part.start if part is not None else 0))
         elif self.problem.mask is not None:
-            self.edges = self.write_out(self.problem.mask, part or range(q.shape[2]))
+            queries = part or range(q.shape[2])
+            self.edges = self.problem.mask.strip(queries, self.problem.sizes)
         if self.edges is not None:
             call.set_edges(self.edges.data_ptr(), steps(self.edges))
         if part is not None:
@@ -231,19 +131,6 @@ class Inputs:
             call.set_dropout(*dropout.bounds(self.problem.seed, self.problem.dropout))
         return call
 
-    def write_out(self, mask: Any, part: range) -> Tensor:
-        """The mask for some queries and all sources, a byte an edge."""
-        if type(mask) is Dense:
-            tensor = (
-                mask.tensor
-                if mask.own.query is None
-                else mask.tensor[..., part.start : part.stop, :]
-            )
-            return tensor if tensor.ndim == 4 else tensor[None, None]
-        rows = torch.arange(part.start, part.stop)
-        edges = mask.tile(rows, torch.arange(self.key.shape[2]), self.problem.sizes)
-        return edges if edges.ndim == 4 else edges[None, None]
-
 
 def steps(x: Tensor) -> tuple[int, ...]:
     """The strides of a tensor that broadcasts: 0 where there is but one."""
@@ -253,9 +140,9 @@ def steps(x: Tensor) -> tuple[int, ...]:
 class ReadEdges:
     """The edges whose mass is read, as ranges or, for some queries at a time, as bytes."""
 
-    def __init__(self, inputs: Inputs, edges: Any):
+    def __init__(self, inputs: Inputs, edges: Mask):
         self.inputs, self.edges = inputs, edges
-        self.ranges = ranges_of(edges, inputs.problem)
+        self.ranges = edges.ranges(*inputs.problem.sizes[2:], RANGES)
         self.bytes: Tensor | None = None
 
     def split(self, parts: list[range]) -> list[range]:
@@ -268,11 +155,10 @@ class ReadEdges:
     def tell(self, call: Any, part: range) -> None:
         """Tell a kernel call on these queries."""
         if self.ranges is None:
-            self.bytes = self.inputs.write_out(self.edges, part)
+            self.bytes = self.edges.strip(part, self.inputs.problem.sizes)
             call.set_mass_edges(self.bytes.data_ptr(), steps(self.bytes))
             return
-        start, stop = (x.data_ptr() + 4 * part.start for x in self.ranges)
-        call.set_mass_ranges(start, stop, *self.ranges.strides())
+        call.set_mass_ranges(*self.ranges.address_from(part.start))
 
 
 class Results:
@@ -391,8 +277,8 @@ def largest_entropy(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if inputs.ranges is None:
         count = torch.tensor(inputs.key.shape[2])
     else:
-        start, stop = (x[0].clamp(0, inputs.key.shape[2]) for x in inputs.ranges)
-        count = stop - start
+        start, stop = inputs.ranges.start[0], inputs.ranges.stop[0]
+        count = stop.clamp(0, inputs.key.shape[2]) - start.clamp(0, inputs.key.shape[2])
     many = count > 1
     return many, torch.where(many, count, 2).to(torch.float32).log()
 
@@ -483,14 +369,15 @@ def in_range(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | None:
     """The context, where all that was given is right at first sight: the shortest way there is."""
-    if mask is not None and type(mask) is not Relative:
+    if mask is not None and not (isinstance(mask, Mask) and mask.relative):
         return None
     call = _native.plain(query, key, value, scale)
     if call is None:
         return None
     if mask is not None:
-        placed = _relative_placed(mask.low, mask.high, mask.align, call.query, call.source)
-        call.set_ranges(*placed.places)
+        # The kernel reads them while it runs: they live as long as this name.
+        ranges: Any = mask.ranges(call.query, call.source)
+        call.set_ranges(*ranges.address)
     if call.run(0):
         raise OutOfRange
     return call.context

@@ -1,0 +1,86 @@
+"""The sources of each query as ranges, start to stop: what a kernel takes in place of a map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Start and stop of one range for each query: (query,), or (batch or 1, head or 1, query).
+Interval = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """The ranges of each query's sources; a source that lies in any of them is allowed.
+
+    Both tensors are int32, contiguous, (range, batch or 1, head or 1, query).
+    """
+
+    start: Tensor
+    stop: Tensor
+
+    @staticmethod
+    def of(union: Sequence[Interval]) -> Ranges:
+        """Store a union of intervals the way a kernel reads it."""
+        lifted = [_broadcast([_with_lead(x) for x in interval]) for interval in union]
+        starts, stops = zip(*lifted, strict=True)
+        return Ranges(_stack(starts), _stack(stops))
+
+    @cached_property
+    def address(self) -> tuple[int, ...]:
+        """Addresses of start and stop, the number of ranges, the strides of range, batch and head.
+
+        A stride is 0 where all samples or heads have the same ranges. The addresses are valid while
+        this object lives.
+        """
+        count, batch, head, query = self.start.shape
+        per_sample = query * head if batch > 1 else 0
+        strides = (batch * head * query, per_sample, query if head > 1 else 0)
+        return self.start.data_ptr(), self.stop.data_ptr(), count, *strides
+
+    def address_from(self, query: int) -> tuple[int, ...]:
+        """The address of the ranges of query number `query` and those after it."""
+        start, stop, *layout = self.address
+        offset = query * self.start.element_size()
+        return start + offset, stop + offset, *layout
+
+
+def tidy(start: Tensor, stop: Tensor, source: int) -> Interval:
+    """Clamp an interval to the sources, with stop == start where a row is empty."""
+    start, stop = start.clamp(0, source), stop.clamp(0, source)
+    return start, torch.maximum(start, stop)
+
+
+def complement(interval: Interval, source: int) -> list[Interval]:
+    """The sources before and after an interval."""
+    start, stop = interval
+    # An empty interval may lie anywhere; its complement is everything.
+    empty = stop <= start
+    start, stop = start.masked_fill(empty, 0), stop.masked_fill(empty, 0)
+    return [(torch.zeros_like(start), start), (stop, torch.full_like(stop, source))]
+
+
+def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """The intersection of two unions of intervals."""
+    pairs = [(a, b) for a in left for b in right]
+    return [(torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])) for a, b in pairs]
+
+
+def _with_lead(x: Tensor) -> Tensor:
+    return x if x.ndim == 3 else x[None, None]
+
+
+def _broadcast(pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    # torch.broadcast_tensors takes 5 us even where all shapes are equal.
+    same = all(x.shape == pieces[0].shape for x in pieces)
+    return pieces if same else torch.broadcast_tensors(*pieces)
+
+
+def _stack(pieces: Sequence[Tensor]) -> Tensor:
+    pieces = _broadcast(pieces)
+    whole = pieces[0][None] if len(pieces) == 1 else torch.stack(list(pieces))
+    return whole.to(torch.int32).contiguous()
