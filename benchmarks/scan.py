@@ -28,7 +28,7 @@ from clearhead.heads import Survey
 from clearhead.heads.corpus.corpus import Corpus
 from clearhead.heads.corpus.job import WINDOW
 from clearhead.heads.corpus.sequences import ResumePoint, Sequences, batch_of, batches, windows
-from clearhead.views.reader import load
+from clearhead.views import open_reader
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "scan.json", HERE.parent / "docs" / "scan.md"
@@ -62,7 +62,7 @@ def main() -> None:
 @torch.no_grad()
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds of the model alone and of the scan, over the same batches."""
-    reader = load(given.model)
+    reader = open_reader(given.model)
     corpus = Corpus(given.text, format="text", by=given.by, field="text")
     every = Sequences(corpus, reader.encode, given.length, None).since(ResumePoint())
     survey, plain, scan, used = Survey(reader.model), 0.0, 0.0, 0

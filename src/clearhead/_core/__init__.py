@@ -6,6 +6,7 @@ from clearhead._core import errors
 from clearhead._core.errors import did_you_mean, type_error, value_error, warn
 from clearhead._core.files import replacing
 from clearhead._core.indices import is_number, numbers
+from clearhead._core.signals import stop_requests
 from clearhead._core.sizes import Sizes
 from clearhead._core.transforms import watchers
 
@@ -16,6 +17,7 @@ __all__ = [
     "is_number",
     "numbers",
     "replacing",
+    "stop_requests",
     "type_error",
     "value_error",
     "warn",

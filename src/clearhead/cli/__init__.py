@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return MISUSE
-    from clearhead.views.encoding import any_encoding
+    from clearhead.views import any_encoding
 
     if sys.stdout is None:  # closed by who started us, as a daemon's may be
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

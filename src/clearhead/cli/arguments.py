@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clearhead._core import value_error
 
-__all__ = ["add_text", "examples", "many", "named", "text_of"]
+__all__ = ["add_text", "examples", "named", "text_of"]
 
 
 def examples(parser: argparse.ArgumentParser, *lines: str) -> None:
@@ -92,12 +92,3 @@ def named(**options: str) -> Iterator[None]:
         if not colon or argument not in options:
             raise
         raise type(error)(f"{options[argument]}: {rest}") from error
-
-
-def many(number: int, one: str, more: str | None = None) -> str:
-    """Put a number before its word.
-
-    >>> many(1, "query", "queries"), many(2000, "head")
-    ('1 query', '2,000 heads')
-    """
-    return f"{number:,} {one if number == 1 else more or one + 's'}"

@@ -70,9 +70,7 @@ def _load(spec: str | None) -> Any:
     from clearhead import models
 
     if spec is not None and not Path(spec).expanduser().is_dir():
-        from clearhead.views.reader import missing
-
-        raise missing(spec)
+        raise models.missing_model(spec)
     return models.load(spec)
 
 

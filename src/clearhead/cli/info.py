@@ -22,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is installed and what it runs on."""
+    from clearhead.views import render_info
+
     facts = collect()
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        _render(facts)
+        render_info(facts)
     return 0
 
 
@@ -35,7 +37,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     import clearhead
-    from clearhead.attention import impl
+    from clearhead.attention import available
 
     return {
         "clearhead": clearhead.__version__,
@@ -43,7 +45,7 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "implementations": impl.available(),
+        "implementations": available(),
         "optional": {name: _version(name) for name in OPTIONAL},
     }
 
@@ -53,19 +55,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _render(facts: dict[str, Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from clearhead.views.terminal import Terminal
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name in ("clearhead", "python", "torch", "threads", "machine"):
-        table.add_row(Text(name), Text(str(facts[name])))
-    for name, state in facts["implementations"].items():
-        table.add_row(Text(f"impl {name}"), Text(state))
-    for name, version in facts["optional"].items():
-        table.add_row(Text(name), Text(version or "not installed"))
-    Terminal().print(table)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearhead._core import value_error
+from clearhead._core import stop_requests, value_error
 from clearhead.cli.arguments import examples, named
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from clearhead.models.train import Step, Training
+    from clearhead.models import Training
 
 HELP = "train a small GPT, BERT or RNN on a text file"
 INTERRUPTED = 130  # as a shell gives it for a command that Ctrl-C ended
+STOPPING = "\nStopping after this step ...\n"
+
+
+# What the library calls the arguments.
+_OPTIONS = {
+    **{name: f"--{name}" for name in ("steps", "batch", "length", "layers", "heads", "width")},
+    **{name: f"--{name}" for name in ("dropout", "seed", "threads", "resume", "out")},
+    **{"file": "FILE", "learning_rate": "--lr", "model": "--resume"},
+    "width, layers": "--width, --layers",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,19 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise MemoryError(f"the training does not fit into memory: {advice}") from None
 
 
-# What the library calls the arguments.
-_OPTIONS = {"file": "FILE", "learning_rate": "--lr", "model": "--resume"} | {
-    name: f"--{name}"
-    for name in ("steps", "batch", "length", "layers", "heads", "width", "dropout", "seed",
-                 "threads", "resume")
-}  # fmt: skip
-
-
 def _train(arguments: argparse.Namespace) -> int:
+    from clearhead.models import samples
+    from clearhead.views import render_samples, train_progress
+
     text = _text(arguments)
     training = _resumed(arguments, text) if arguments.resume else _fresh(arguments, text)
-    out = _prepared(arguments, training)
-    with _stop_signal() as stopped, _display(training) as show:
+    out = _out(arguments, training)
+    with stop_requests(STOPPING) as stopped, train_progress(training) as show:
         for step in training:
             show(step)
             if step.validation is not None or stopped:
@@ -90,34 +88,13 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"Stopped after step {training.step} of {training.settings.steps}.")
         print(f"To go on: clearhead train --resume {shlex.quote(str(out))}")
     else:
-        print(_sample(training.model, text))
+        print(render_samples(samples(training.model, text)))
     print(f"Wrote {out}")
     return 0 if training.step == training.settings.steps else INTERRUPTED
 
 
-def _fresh(arguments: argparse.Namespace, text: str) -> Training:
-    import torch
-
-    from clearhead.models import BERT, GPT, RNN, Characters
-    from clearhead.models.train import Settings, text_training
-
-    kind = {"gpt": GPT, "bert": BERT, "rnn": RNN}[arguments.model or "gpt"]
-    if kind is RNN and arguments.heads is not None:
-        raise value_error("--heads", "is for gpt and bert: an rnn has no heads")
-    sizes = _given(arguments, "length", "layers", "heads", "width", "dropout")
-    settings = Settings(**_settings(arguments), file=_whole(arguments.file))
-    vocabulary = Characters.of(text, kind.special)
-    _must_fit(kind, vocabulary, sizes)
-    # A seed gives the same weights, and the caller's random state is left alone.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = kind(vocabulary, **sizes)
-    return text_training(model, text, settings, threads=arguments.threads)
-
-
 def _text(arguments: argparse.Namespace) -> str:
-    from clearhead.models import read_text
-    from clearhead.models.train import text_of
+    from clearhead.models import read_text, text_of
 
     if arguments.file is not None:
         return read_text(arguments.file)
@@ -126,39 +103,19 @@ def _text(arguments: argparse.Namespace) -> str:
     return text_of(arguments.resume)
 
 
-def _whole(file: str) -> str:
-    return str(Path(file).expanduser().resolve())
+def _fresh(arguments: argparse.Namespace, text: str) -> Training:
+    from clearhead.models import Settings, begin
 
-
-def _must_fit(kind: Any, vocabulary: Any, sizes: dict[str, Any]) -> None:
-    """Refuse a model that memory cannot hold, before making it takes all of the memory."""
-    import torch
-
-    from clearhead.attention import free_bytes
-
-    def parameters(layers: int) -> int:
-        with torch.device("meta"):
-            model = kind(vocabulary, **(sizes | {"layers": layers}))
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    layers = sizes.get("layers", 1)
-    if not 0 < layers < 2**31:
-        return  # the model itself refuses this
-    first = parameters(1)
-    count = first + (layers - 1) * (parameters(2) - first)
-    # In float32: parameter, gradient and the two averages of the optimizer.
-    needed, free = 16 * count, free_bytes(torch.device("cpu"))
-    if free is not None and needed > free:
-        raise value_error(
-            "--width, --layers",
-            "the training of the model must fit into memory",
-            got=f"{count:,} parameters, {needed:,} bytes with {free:,} free",
-            hint="make the model smaller",
-        )
+    name = arguments.model or "gpt"
+    if name == "rnn" and arguments.heads is not None:
+        raise value_error("--heads", "is for gpt and bert: an rnn has no heads")
+    sizes = _given(arguments, "length", "layers", "heads", "width", "dropout")
+    settings = Settings(**_settings(arguments), file=_whole(arguments.file))
+    return begin(name, text, settings, sizes, threads=arguments.threads)
 
 
 def _resumed(arguments: argparse.Namespace, text: str) -> Training:
-    from clearhead.models.train import resume
+    from clearhead.models import resume
 
     fixed = _given(arguments, "model", "batch", "length", "layers", "heads", "width", "dropout")
     if fixed or _given(arguments, "lr", "seed"):
@@ -168,6 +125,10 @@ def _resumed(arguments: argparse.Namespace, text: str) -> Training:
     if arguments.file is not None:
         training.settings = replace(training.settings, file=_whole(arguments.file))
     return training
+
+
+def _whole(file: str) -> str:
+    return str(Path(file).expanduser().resolve())
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -184,103 +145,10 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _prepared(arguments: argparse.Namespace, training: Training) -> Path:
-    """Find out before the work, and not after it, whether the result can be written."""
-    from clearhead.models.checkpoint import MODEL_FILE
-    from clearhead.models.train import TRAINING_FILE
+def _out(arguments: argparse.Namespace, training: Training) -> Path:
+    from clearhead.models import output_directory
 
-    if arguments.resume and arguments.out is None:
-        out = Path(arguments.resume).expanduser()
-    else:
-        stem = Path(training.settings.file).stem
-        out = Path(arguments.out or f"{stem}-{training.model.name}")
-        out = out.expanduser()
-        taken = [name for name in (MODEL_FILE, TRAINING_FILE) if (out / name).exists()]
-        if taken and not arguments.force:
-            hint = "choose another --out, or --force to overwrite it"
-            raise value_error("--out", f"{out} holds {taken[0]} already", hint=hint)
-    if out.exists() and not out.is_dir():
-        raise value_error("--out", "needs to be a directory", got=f"the file {out}")
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out):
-        return out
-
-
-@contextmanager
-def _stop_signal() -> Iterator[list[int]]:
-    """Let Ctrl-C wait for the end of a step; a second one ends the command at once."""
-    stopped: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nStopping after this step ...", file=sys.stderr)
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _display(training: Training) -> Iterator[Callable[[Step], None]]:
-    """Show a bar with loss and time left on a terminal, and plain lines in a pipe."""
-    from rich.console import Console
-
-    count = sum(parameter.numel() for parameter in training.model.parameters())
-    steps = training.settings.steps
-    console = Console(stderr=True, highlight=False)
-    console.print(f"{training.model.name}: {count:,} parameters, {steps} steps")
-    if console.is_terminal:
-        with _bar(training, console) as show:
-            yield show
-        return
-
-    def line(step: Step) -> None:
-        if step.validation is not None:
-            losses = f"loss {step.loss:.3f}  validation {step.validation:.3f}"
-            console.print(f"step {step.number}/{steps}  {losses}")
-
-    yield line
-
-
-@contextmanager
-def _bar(training: Training, console: Console) -> Iterator[Callable[[Step], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
-    losses = TextColumn("loss {task.fields[loss]}  validation {task.fields[validation]}  left")
-    with Progress(MofNCompleteColumn(), BarColumn(), losses, TimeLeft(), console=console) as bar:
-        steps, done = training.settings.steps, training.step
-        task = bar.add_task("train", total=steps, completed=done, loss="...", validation="...")
-
-        def show(step: Step) -> None:
-            bar.update(task, completed=step.number, loss=f"{step.loss:.3f}")
-            if step.validation is not None:
-                bar.update(task, validation=f"{step.validation:.3f}")
-
-        yield show
-
-
-def _sample(model: Any, text: str) -> str:
-    """Show what the model has learned: a text that it goes on with, or gaps that it fills."""
-    import torch
-
-    from clearhead.models import BERT, Characters, generate
-
-    model.eval()
-    if not isinstance(model, BERT):
-        start = text[: model.length // 4 + 1]
-        return f"A sample:\n{generate(model, start, 200, temperature=0.8)}\n"
-    words = model.vocabulary
-    assert isinstance(words, Characters)
-    shown = words.encode(text[: min(model.length, 64)], special=False)
-    hidden = shown.clone()
-    hidden[3::7] = words.number["[MASK]"]
-    with torch.no_grad():
-        guessed = model(hidden[None])[0, :, len(words.special) :].argmax(-1) + len(words.special)
-    filled = hidden.where(hidden != words.number["[MASK]"], guessed)
-    # One sign a gap, so that the two lines stand under each other.
-    gaps = words.decode(hidden).replace("[MASK]", "_")
-    return f"Gaps, and what the model puts there:\n{gaps!r}\n{words.decode(filled)!r}\n"
+    going_on = arguments.resume is not None and arguments.out is None
+    stem = f"{Path(training.settings.file).stem}-{training.model.name}"
+    out = arguments.resume if going_on else arguments.out or stem
+    return output_directory(Path(out).expanduser(), overwrite=arguments.force or going_on)

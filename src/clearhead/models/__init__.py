@@ -4,23 +4,86 @@
 the contrast). `clearhead.models.train` trains all three; `load` reads what it saved.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from clearhead.models.bert import BERT
 from clearhead.models.checkpoint import is_checkpoint, load, save
 from clearhead.models.generating import generate, stream
 from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN
 from clearhead.models.text import Characters, read_text, shipped_text
+from clearhead.models.threads import small_threads
+
+if TYPE_CHECKING:
+    from clearhead.models.runs import begin, output_directory, samples
+    from clearhead.models.sources import (
+        KINDS,
+        LoadedModel,
+        find_model,
+        from_factory,
+        is_factory,
+        maskable_inputs,
+        missing_model,
+        named_inputs,
+        packed_inputs,
+        random_tokens,
+        refuse_bare_module,
+    )
+    from clearhead.models.train import Settings, Step, Training, resume, text_of, text_training
 
 __all__ = [
     "BERT",
     "GPT",
+    "KINDS",
     "RNN",
     "Characters",
+    "LoadedModel",
+    "Settings",
+    "Step",
+    "Training",
+    "begin",
+    "find_model",
+    "from_factory",
     "generate",
     "is_checkpoint",
+    "is_factory",
     "load",
+    "maskable_inputs",
+    "missing_model",
+    "named_inputs",
+    "output_directory",
+    "packed_inputs",
+    "random_tokens",
     "read_text",
+    "refuse_bare_module",
+    "resume",
+    "samples",
     "save",
     "shipped_text",
+    "small_threads",
     "stream",
+    "text_of",
+    "text_training",
 ]
+
+# Imported at the first use: `python -m clearhead.models.train` runs a module that is not imported.
+_LATER = {
+    "runs": ("begin", "output_directory", "samples"),
+    "sources": (
+        "KINDS", "LoadedModel", "find_model", "from_factory", "is_factory", "maskable_inputs",
+        "missing_model", "named_inputs", "packed_inputs", "random_tokens", "refuse_bare_module",
+    ),
+    "train": ("Settings", "Step", "Training", "resume", "text_of", "text_training"),
+}  # fmt: skip
+_HOMES = {name: home for home, names in _LATER.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'clearhead.models' has no attribute {name!r}")
+    found = getattr(import_module(f"clearhead.models.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -1,5 +1,76 @@
-"""What a person sees: token labels, and the renderers that share them."""
+"""What a person sees: data gathered from a model, and the renderers of that data."""
 
 from __future__ import annotations
 
-__all__ = []
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clearhead.views.encoding import any_encoding
+    from clearhead.views.json import document
+    from clearhead.views.look import look_at
+    from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
+    from clearhead.views.reader import Reader, open_reader
+    from clearhead.views.terminal import Terminal
+    from clearhead.views.text.audit import render_report
+    from clearhead.views.text.heads import render_atlas
+    from clearhead.views.text.info import render_info
+    from clearhead.views.text.look import render_look
+    from clearhead.views.text.mask import cells_of_terminal, render_mask
+    from clearhead.views.text.scan import scan_progress, scan_summary
+    from clearhead.views.text.train import render_samples, train_progress
+
+__all__ = [
+    "Reader",
+    "Terminal",
+    "any_encoding",
+    "cells_of_terminal",
+    "describe_edge",
+    "describe_maps",
+    "describe_row",
+    "document",
+    "look_at",
+    "open_reader",
+    "render_atlas",
+    "render_info",
+    "render_look",
+    "render_mask",
+    "render_report",
+    "render_samples",
+    "scan_progress",
+    "scan_summary",
+    "sizes_of_mask",
+    "train_progress",
+]
+
+# Each name with its module, imported at the first use: a command loads only what it shows.
+_HOMES = {
+    "Reader": "reader",
+    "Terminal": "terminal",
+    "any_encoding": "encoding",
+    "cells_of_terminal": "text.mask",
+    "describe_edge": "mask",
+    "describe_maps": "mask",
+    "describe_row": "mask",
+    "document": "json",
+    "look_at": "look",
+    "open_reader": "reader",
+    "render_atlas": "text.heads",
+    "render_info": "text.info",
+    "render_look": "text.look",
+    "render_mask": "text.mask",
+    "render_report": "text.audit",
+    "render_samples": "text.train",
+    "scan_progress": "text.scan",
+    "scan_summary": "text.scan",
+    "sizes_of_mask": "mask",
+    "train_progress": "text.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'clearhead.views' has no attribute {name!r}")
+    found = getattr(import_module(f"clearhead.views.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
 
     from clearhead.views.reader import Reader
 
-# So many of the strongest sources are cut one by one; the rank correlation is over these.
+__all__ = ["difference_without"]
+
+# At most so many of the strongest sources are cut, one by one, for the rank correlation.
 LIMIT = 16
 
 
-def difference(
+def difference_without(
     reader: Reader,
     ids: list[int],
     at: int,
@@ -29,7 +31,7 @@ def difference(
     """
     import torch
 
-    import clearhead as ch
+    from clearhead.intervention import effects
 
     strongest = weights.topk(min(max(top, LIMIT), weights.shape[-1]))
     sources = [
@@ -40,7 +42,7 @@ def difference(
         if weight > 0
     ]
     edges = [(at, source) for source in sources]
-    found = ch.effects(reader.model, (torch.tensor([ids]),), edges=edges, heads=heads, position=at)
+    found = effects(reader.model, (torch.tensor([ids]),), edges=edges, heads=heads, position=at)
     before = math.exp(found.before)
     rows = [
         {
@@ -60,48 +62,3 @@ def difference(
         "rank_correlation": None if math.isnan(correlation) else correlation,
         "words": found.words,
     }
-
-
-def render(seen: dict[str, Any], console: Any) -> None:
-    """Draw the part."""
-    from rich.table import Table
-    from rich.text import Text
-
-    found = seen["difference"]
-    best = seen["predictions"][0]["label"]
-    console.print(
-        Text.assemble(
-            "\nWhat difference does it make? The probability of ", (best, "bold"),
-            f" when position {seen['at']} cannot read one source, in {found['where']}"
-            f" (without a cut: {found['probability']:.3f})",
-        )
-    )  # fmt: skip
-    table = Table(box=None, padding=(0, 2, 0, 1), header_style="dim")
-    over = found["mean_over"].replace(", ", ",\n")
-    for name in ("", "source", over, "probability", "change"):
-        table.add_column(name, justify="left" if name == "source" else "right", no_wrap=True)
-    for row in found["sources"]:
-        style = (
-            "bold red" if row["change"] < -0.05 else "bold green" if row["change"] > 0.05 else ""
-        )
-        table.add_row(
-            Text(str(row["position"]), style="dim"),
-            Text(row["label"], style="bold"),
-            f"{row['weight']:.3f}",
-            f"{row['probability']:.3f}",
-            Text(f"{row['change']:+.3f}", style=style),
-        )
-    console.print(table)
-    console.print(_verdict(found, len(seen["tokens"])))
-
-
-def _verdict(found: dict[str, Any], tokens: int) -> str:
-    """Say how good a guide the weights were, and over how many sources that was found."""
-    words, tried = found["words"], found["compared"]
-    words = words[0].upper() + words[1:]
-    if "rank correlation" not in words:
-        return f"{words}."
-    over = f"{tried} of the {tokens} tokens" if tried < tokens else f"all {tokens} tokens"
-    if len(found["sources"]) < tried:
-        over += f" ({len(found['sources'])} shown)"
-    return f"{words}, over {over}."

@@ -6,6 +6,18 @@ from clearhead.heads.corpus.checkpoint import Checkpoint
 from clearhead.heads.corpus.corpus import Corpus
 from clearhead.heads.corpus.job import Job, Stopped
 from clearhead.heads.corpus.sequences import Sequences
+from clearhead.heads.corpus.setup import check_target, check_unfinished, make_job
 from clearhead.heads.corpus.table import parquet, read
 
-__all__ = ["Checkpoint", "Corpus", "Job", "Sequences", "Stopped", "parquet", "read"]
+__all__ = [
+    "Checkpoint",
+    "Corpus",
+    "Job",
+    "Sequences",
+    "Stopped",
+    "check_target",
+    "check_unfinished",
+    "make_job",
+    "parquet",
+    "read",
+]

@@ -7,17 +7,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from clearhead.cli.arguments import many
-from clearhead.views import difference
 from clearhead.views.terminal import Terminal
+from clearhead.views.text.difference import render_difference
+from clearhead.views.text.maps import shade, show_map
+from clearhead.views.text.words import many
 
-# Up to so many tokens the map of weights is in numbers, if the terminal is wide enough.
-NUMBERS = 16
-# What a cell of a longer text says: the least weight, and its sign.
-SHADES = ((0.5, "█"), (0.25, "▓"), (0.1, "▒"), (0.02, "░"))
+__all__ = ["render_look"]
 
 
-def render(seen: dict[str, Any]) -> None:
+def render_look(seen: dict[str, Any]) -> None:
     """Draw all of it, part by part."""
     console = Terminal()
     console.print(_headline(seen))
@@ -37,8 +35,8 @@ def render(seen: dict[str, Any]) -> None:
     console.print(Text.assemble("\nWhere ", asker, f" looks ({which})"))
     console.print(_bars(seen["sources"], "weight", console.width))
     if seen["difference"]:
-        difference.render(seen, console)
-    _show_map(seen, console, which)
+        render_difference(seen, console)
+    show_map(seen, console, which)
     console.print(Text.assemble("\nEvery head, at ", asker))
     console.print(_table(seen))
     console.print(
@@ -110,72 +108,6 @@ def _bar(share: float, room: int) -> Text:
     return Text("█" * (eighths // 8) + partial, style="cyan", no_wrap=True)
 
 
-def _show_map(seen: dict[str, Any], console: Terminal, which: str) -> None:
-    """Draw who attends to whom: in numbers, in shades, or say why not."""
-    size, room = len(seen["tokens"]), console.width
-    if seen["map"] is None:
-        from clearhead.cli.look import MAP_LIMIT
-
-        console.print(
-            f"\nWho attends to whom: left out, {size} tokens where up to {MAP_LIMIT} are shown"
-        )
-        return
-    title = f"\nWho attends to whom ({which}; rows look at columns, "
-    numbers = _numbers(seen)
-    if size <= NUMBERS and console.measure(numbers).maximum <= room:
-        console.print(f"{title}in %)")
-        console.print(numbers)
-        return
-    label = max(len(str(size - 1)) + 1 + Text(t["label"]).cell_len for t in seen["tokens"])
-    wide = next((cell for cell in (2, 1) if label + 1 + size * cell <= room), None)
-    if wide is None:
-        console.print(f"\nWho attends to whom: left out, {size} tokens need a wider terminal")
-        return
-    console.print(f"{title}in shades)")
-    console.print(_shades(seen, label, wide))
-    legend = ", ".join(f"{sign} {least:.0%}" for least, sign in SHADES)
-    console.print(f"from {legend}; · blocked", style="dim")
-
-
-def _numbers(seen: dict[str, Any]) -> Table:
-    names = [token["label"] for token in seen["tokens"]]
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", style="dim", justify="right", no_wrap=True)
-    for name in names:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    rows = zip(names, seen["map"]["weights"], seen["map"]["allowed"], strict=True)
-    for position, (name, weights, allowed) in enumerate(rows):
-        cells = [
-            Text(f"{100 * weight:.0f}", style=_shade(weight)) if may else Text("·", style="dim")
-            for weight, may in zip(weights, allowed, strict=True)
-        ]
-        table.add_row(Text(name, style="bold" if position == seen["at"] else ""), *cells)
-    return table
-
-
-def _shades(seen: dict[str, Any], label: int, wide: int) -> Text:
-    """One sign a cell, under the characters of the sources where each has one."""
-    tokens, lines = seen["tokens"], Text(no_wrap=True)
-    if all(Text(token["label"]).cell_len == 1 for token in tokens):
-        gap = " " * (wide - 1)
-        lines.append(" " * (label + 1) + gap.join(t["label"] for t in tokens) + "\n", "dim")
-    rows = zip(tokens, seen["map"]["weights"], seen["map"]["allowed"], strict=True)
-    for token, weights, allowed in rows:
-        name = f"{token['position']} {token['label']}"
-        style = "bold" if token["position"] == seen["at"] else "dim"
-        lines.append(" " * (label - Text(name).cell_len) + name + " ", style)
-        for weight, may in zip(weights, allowed, strict=True):
-            sign = next((sign for least, sign in SHADES if weight >= least), " ")
-            lines.append((sign if may else "·").ljust(wide), "cyan" if may else "dim")
-        lines.append("\n")
-    lines.right_crop(1)
-    return lines
-
-
-def _shade(weight: float) -> str:
-    return "bold cyan" if weight >= 0.5 else "cyan" if weight >= 0.2 else ""
-
-
 def _table(seen: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("layer", "head", "strongest", "entropy", "self", "previous", "first"):
@@ -187,7 +119,7 @@ def _table(seen: dict[str, Any]) -> Table:
             (f"{best['position']:>3} ", "dim"), (best["label"], "bold"), f" {best['weight']:.2f}"
         )
         numbers = [
-            Text(f"{entry[name]:.2f}", style=_shade(entry[name]) if name != "entropy" else "")
+            Text(f"{entry[name]:.2f}", style=shade(entry[name]) if name != "entropy" else "")
             for name in ("entropy", "self", "previous", "first")
         ]
         table.add_row(str(entry["layer"]), str(entry["head"]), source, *numbers)

@@ -1,0 +1,110 @@
+"""What a scan is made of: what tells it from another scan, and where its table may go."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clearhead._core import value_error
+from clearhead.heads.corpus.checkpoint import Checkpoint
+from clearhead.heads.corpus.corpus import Corpus
+from clearhead.heads.corpus.job import Job
+from clearhead.heads.corpus.sequences import Sequences
+from clearhead.heads.survey import Survey
+
+__all__ = ["check_target", "check_unfinished", "make_job"]
+
+# Bytes that are read once more, in a second, to know whether a corpus is still the same.
+DIGESTED = 1 << 30
+
+
+def check_target(target: Path, corpus: Path) -> None:
+    """Refuse before any work a file that could not be written after it."""
+    if target.is_dir():
+        raise value_error("--out", "needs to be a file", got=f"the directory {target}")
+    if target.exists() and not target.is_file():
+        # A table takes the place of what has its name, be it a device.
+        raise value_error("--out", "needs to be a file", got=f"the device or pipe {target}")
+    if not target.parent.is_dir():
+        raise value_error("--out", "lies in no directory that exists", got=target)
+    if not os.access(target.parent, os.W_OK):
+        raise value_error("--out", "lies in a directory that cannot be written", got=target)
+    if target.exists() and corpus.exists() and target.samefile(corpus):
+        raise value_error("--out", "is the corpus itself", got=target)
+
+
+def check_unfinished(checkpoint: Checkpoint, *, force: bool, resume: bool) -> None:
+    """Refuse to write over a table, or over an unfinished scan, unless that was asked for."""
+    target, going_on = checkpoint.target, resume and checkpoint.exists
+    # A scan begun with --force keeps the old table until it has a new one. A table that came later
+    # belongs to another scan.
+    if target.exists() and not (force or (going_on and checkpoint.newer)):
+        hint = "--force writes over it"
+        if resume and not checkpoint.exists:
+            hint = f"nothing is left to resume; {hint}"
+        raise value_error("--out", "exists", got=target, hint=hint)
+    if checkpoint.exists and not (force or resume):
+        hint = "--resume goes on with it, --force starts over"
+        got = checkpoint.home
+        raise value_error("--out", "has an unfinished scan beside it", got=got, hint=hint)
+
+
+def make_job(
+    model: Any,
+    name: str,
+    encode: Callable[[str], list[int]],
+    corpus: Corpus,
+    checkpoint: Checkpoint,
+    *,
+    length: int,
+    limit: int | None,
+    per_document: bool,
+    every: float,
+) -> Job:
+    """Set up a scan of `corpus` with a model and the function that makes token ids of a text."""
+    about: dict[str, Any] = {
+        "model": name,
+        "weights": _fingerprint(model),
+        "corpus": str(corpus.path),
+        "contents": f"{corpus.size} bytes, {_contents(corpus.path)}",
+        "format": corpus.format,
+        "by": corpus.by if corpus.format == "text" else "record",
+        "field": corpus.field if corpus.format != "text" else None,
+        "length": length,
+        "limit": limit,
+        "per_document": per_document,
+    }
+    _quiet_tokenizers()
+    sequences = Sequences(corpus, encode, length, limit)
+    return Job(Survey(model), sequences, checkpoint, about, per_document=per_document, every=every)
+
+
+def _quiet_tokenizers() -> None:
+    """Drop the tokenizer's warning of long texts: they are cut into sequences."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+
+
+def _fingerprint(model: Any) -> str:
+    """Tell models apart by their sizes and some of their numbers."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        some = tensor.flatten()[:64].float().cpu().numpy().tobytes()
+        digest.update(f"{name}{tuple(tensor.shape)}".encode() + some)
+    return digest.hexdigest()[:16]
+
+
+def _contents(path: Path) -> str:
+    """Tell contents apart; of large files the beginning and the date."""
+    size, changed = path.stat().st_size, path.stat().st_mtime_ns
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while (piece := file.read(1 << 20)) and file.tell() <= DIGESTED:
+            digest.update(piece)
+    return digest.hexdigest()[:16] + (f", changed {changed}" if size > DIGESTED else "")

@@ -1,0 +1,27 @@
+"""Where a model comes from: shipped, a directory, the hub, a GGUF file, or a factory."""
+
+from __future__ import annotations
+
+from clearhead.models.sources.factory import from_factory, is_factory, refuse_bare_module
+from clearhead.models.sources.inputs import (
+    maskable_inputs,
+    named_inputs,
+    packed_inputs,
+    random_tokens,
+)
+from clearhead.models.sources.loader import LoadedModel, find_model
+from clearhead.models.sources.names import KINDS, missing_model
+
+__all__ = [
+    "KINDS",
+    "LoadedModel",
+    "find_model",
+    "from_factory",
+    "is_factory",
+    "maskable_inputs",
+    "missing_model",
+    "named_inputs",
+    "packed_inputs",
+    "random_tokens",
+    "refuse_bare_module",
+]

@@ -1,0 +1,1 @@
+"""Renderers for the terminal: what was gathered, as text and tables."""
