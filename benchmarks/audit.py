@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import machine
-from clearhead.dependence.auditing import audit
+from clearhead.dependence import audit
 from clearhead.models import GPT
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clearhead import masks
-from clearhead.dependence.auditing import assert_causal, audit
-from clearhead.dependence.proof import judge
+from clearhead.dependence import assert_causal, audit
+from clearhead.dependence.proof import suspects
 from clearhead.dependence.proof.plan import make_plan
 from clearhead.models import BERT, GPT, RNN
 from tests import leaky
@@ -67,7 +67,7 @@ def test_every_mended_twin_passes(kind, dtype):
 @pytest.mark.parametrize("leaks", [True, False])
 @pytest.mark.parametrize("kind", leaky.CASES)
 def test_proving_by_parts_agrees_with_runs(kind, leaks, monkeypatch):
-    monkeypatch.setattr(judge, "LONG", 0)
+    monkeypatch.setattr(suspects, "LONG", 0)
     model, x = leaky.make(kind, leaks)
     report = audit(model, x)
     if leaks:
@@ -578,7 +578,7 @@ def test_the_weights_say_what_is_odd(model, words):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mistral"])
 def test_a_sound_model_is_proven_part_by_part_in_few_forwards(name, monkeypatch):
-    monkeypatch.setattr(judge, "LONG", 0)
+    monkeypatch.setattr(suspects, "LONG", 0)
     report = audit(library_model(name, attn_implementation="sdpa"), {"input_ids": ids_for(2, 33)})
     assert report.ok, report
     assert report.covered == 1
@@ -589,7 +589,7 @@ def test_a_sound_model_is_proven_part_by_part_in_few_forwards(name, monkeypatch)
 @pytest.mark.filterwarnings("ignore")
 def test_a_leak_is_found_part_by_part(monkeypatch):
     """A lie for the proof: one call of one layer loses its mask."""
-    monkeypatch.setattr(judge, "LONG", 0)
+    monkeypatch.setattr(suspects, "LONG", 0)
     model = library_model("Llama", attn_implementation="sdpa")
     model.model.layers[1].self_attn.is_causal = False
     own = model.model.layers[1].self_attn.forward

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from clearhead.dependence.auditing import audit
+from clearhead.dependence import audit
 
 assert transformers.__version__ == "5.17.0", "run this by `make old`"
 pytestmark = pytest.mark.filterwarnings("ignore")

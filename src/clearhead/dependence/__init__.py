@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from clearhead.dependence.auditing import Finding, Report, assert_causal, audit
+from clearhead.dependence.auditing import assert_causal, audit
 from clearhead.dependence.influencing import influence
+from clearhead.dependence.report import Finding, Report
 
 __all__ = ["Finding", "Report", "assert_causal", "audit", "influence"]

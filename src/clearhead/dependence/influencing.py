@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead._core import type_error, value_error
-from clearhead.dependence.proof.subject import (
-    Inputs,
+from clearhead.dependence.subject import (
+    ModelInputs,
     embedding_of,
     read_inputs,
     rows_of,
@@ -54,43 +54,51 @@ def influence(
       is estimated from this many random projections (Hutchinson 1989), to about a tenth for 32.
     - `output`: picks the tensor with a position axis out of what the model returns; by default the
       first that has one.
-    - `seed`: of the probes and swaps; torch's own random state is left alone.
+    - `seed`: of the probes and swaps; torch's own RNG state does not change.
 
-    The answer is (batch, position). A model in training mode, with dropout, answers with its noise:
-    call `model.eval()` first.
+    The result is (batch, position). In training mode dropout adds its noise to it: call
+    `model.eval()` first.
     """
+    _check_options(how, probes, swaps)
+    read = read_inputs(inputs)
+    pick = _picked(read, _index(position, read), output)
+    draw = torch.Generator().manual_seed(seed)
+    if how == "swap":
+        return _swapped(model, read, pick, swaps, draw)
+    return _jacobian(model, read, pick, probes, draw)
+
+
+def _check_options(how: str, probes: int, swaps: int) -> None:
     if how not in HOW:
         raise value_error("how", f"is one of {', '.join(HOW)}", got=repr(how))
     for name, number in (("probes", probes), ("swaps", swaps)):
         if not isinstance(number, int) or number < 1:
             raise value_error(name, "is 1 or more", got=number)
-    given = read_inputs(inputs, axis=None, change=None)
+
+
+def _index(position: int, read: ModelInputs) -> int:
     if not isinstance(position, int) or isinstance(position, bool):
         raise type_error("position", "is a number", got=repr(position))
-    if not -given.positions <= position < given.positions:
-        rule = f"is within the {given.positions} positions of the inputs"
+    if not -read.positions <= position < read.positions:
+        rule = f"is within the {read.positions} positions of the inputs"
         raise value_error("position", rule, got=position)
-    draw = torch.Generator().manual_seed(seed)
-    pick = _picked(given, position % given.positions, output)
-    if how == "swap":
-        return _swapped(model, given, pick, swaps, draw)
-    return _jacobian(model, given, pick, probes, draw)
+    return position % read.positions
 
 
 def _picked(
-    given: Inputs, position: int, output: Callable[[Any], Tensor] | None
+    read: ModelInputs, position: int, output: Callable[[Any], Tensor] | None
 ) -> Callable[[Any], Tensor]:
-    """Make the function that gives the output vectors of a position, (batch, features)."""
+    """Make the function that returns the output vectors of a position, (batch, features)."""
 
     def pick(answer: Any) -> Tensor:
         found = tensors_in(answer if output is None else output(answer))
         for _, tensor in found:
-            rows = rows_of(tensor, given, strict=True) if tensor.is_floating_point() else None
+            rows = rows_of(tensor, read, strict=True) if tensor.is_floating_point() else None
             if rows is not None:
                 return rows[:, position]
         raise value_error(
             "model",
-            f"must give an output with one entry for each of the {given.positions} positions",
+            f"must give an output with one entry for each of the {read.positions} positions",
             shapes={name or "output": tensor for name, tensor in found} or None,
             hint="output=lambda answer: ... picks the tensor that has them",
         )
@@ -99,35 +107,41 @@ def _picked(
 
 
 def _jacobian(
-    model: Any, given: Inputs, pick: Callable[[Any], Tensor], probes: int, draw: torch.Generator
+    model: Any, read: ModelInputs, pick: Callable[[Any], Tensor], probes: int, draw: torch.Generator
 ) -> Tensor:
-    leaf = given.leaves[0]
-    content = given.content(leaf)
+    main = read.main
     with torch.enable_grad():
-        if leaf.tokens:
-            embedding = embedding_of(model, content, given)
-            if embedding is None:
-                raise value_error(
-                    "model", "has no embedding that the token ids go through",
-                    hint="give float inputs (embeddings), or ask how='swap'",
-                )  # fmt: skip
-            with _embedded(embedding, content) as vectors:
-                rows = pick(model(*given.args, **given.kwargs))
-            entered, shape = vectors[0], (*content.shape, -1)
-            axis, batch_axis = leaf.axis, leaf.batch_axis
-        else:
-            entered = content.detach().clone().requires_grad_()
-            changed = given.replace({leaf.key: entered})
-            rows = pick(model(*changed.args, **changed.kwargs))
-            shape, axis, batch_axis = tuple(content.shape), leaf.axis, leaf.batch_axis
-        squares = torch.zeros(given.batch, given.positions, dtype=_exact(rows.dtype))
-        for probe, share in _probes(rows, probes, draw):
+        rows, entered = _differentiable(model, read, pick)
+        shape = (*read[main.key].shape, -1) if main.tokens else entered.shape
+        squares = torch.zeros(read.batch, read.positions, dtype=_exact(rows.dtype))
+        for probe, weight in _probes(rows, probes, draw):
             (gradient,) = torch.autograd.grad(
                 rows, entered, probe, retain_graph=True, allow_unused=True
             )
             if gradient is not None:
-                squares += share * _by_position(gradient.reshape(shape), axis, batch_axis).cpu()
+                by_position = _by_position(gradient.reshape(shape), main.axis, main.batch_axis)
+                squares += weight * by_position.cpu()
     return squares.sqrt().to(rows.dtype)
+
+
+def _differentiable(
+    model: Any, read: ModelInputs, pick: Callable[[Any], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Run once; return the output rows and the input vectors that they are differentiated by."""
+    content = read[read.main.key]
+    if not read.main.tokens:
+        vectors = content.detach().clone().requires_grad_()
+        entered = read.substitute({read.main.key: vectors})
+        return pick(model(*entered.args, **entered.kwargs)), vectors
+    embedding = embedding_of(model, content, read)
+    if embedding is None:
+        raise value_error(
+            "model", "has no embedding that the token ids go through",
+            hint="pass float inputs (embeddings), or how='swap'",
+        )  # fmt: skip
+    with _embedded(embedding, content) as embedded:
+        rows = pick(model(*read.args, **read.kwargs))
+    return rows, embedded[0]
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -135,14 +149,11 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _probes(rows: Tensor, probes: int, draw: torch.Generator) -> Iterator[tuple[Tensor, float]]:
-    """Give the directions to differentiate in, the same for all samples, and their share."""
+    """Yield the directions to differentiate in, the same for all samples, and their weight."""
     width = rows.shape[-1]
     if width <= _EXACT:
-        for at in range(width):
-            yield (
-                torch.zeros_like(rows).index_fill(-1, torch.tensor(at, device=rows.device), 1.0),
-                1.0,
-            )
+        for index in torch.arange(width, device=rows.device):
+            yield torch.zeros_like(rows).index_fill(-1, index, 1.0), 1.0
         return
     for _ in range(probes):
         signs = torch.randint(2, (width,), generator=draw) * 2 - 1
@@ -161,7 +172,7 @@ def _by_position(gradient: Tensor, axis: int, batch_axis: int | None) -> Tensor:
 
 @contextlib.contextmanager
 def _embedded(embedding: nn.Embedding, ids: Tensor) -> Iterator[list[Tensor]]:
-    """Let the vectors that the embedding gives for these ids be a leaf of the derivative."""
+    """Make the vectors that the embedding returns for these ids a leaf of the autograd graph."""
     vectors: list[Tensor] = []
 
     def leaf(module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
@@ -179,34 +190,32 @@ def _embedded(embedding: nn.Embedding, ids: Tensor) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def _swapped(
-    model: Any, given: Inputs, pick: Callable[[Any], Tensor], swaps: int, draw: torch.Generator
+    model: Any, read: ModelInputs, pick: Callable[[Any], Tensor], swaps: int, draw: torch.Generator
 ) -> Tensor:
-    leaf = given.leaves[0]
-    content = given.content(leaf)
-    before = pick(model(*given.args, **given.kwargs))
-    others = [_other(model, given, content, draw) for _ in range(swaps)]
-    change = torch.zeros(given.batch, given.positions, dtype=before.dtype)
-    for at in range(given.positions):
-        here = torch.zeros(given.positions, dtype=torch.bool, device=content.device)
-        here[at] = True
-        here = here.reshape([-1 if axis == leaf.axis else 1 for axis in range(content.ndim)])
+    main, content = read.main, read[read.main.key]
+    before = pick(model(*read.args, **read.kwargs))
+    others = [_other(model, read, draw) for _ in range(swaps)]
+    change = torch.zeros(read.batch, read.positions, dtype=before.dtype)
+    for position in range(read.positions):
+        here = torch.arange(read.positions, device=content.device) == position
+        here = here.reshape([-1 if axis == main.axis else 1 for axis in range(content.ndim)])
         for other in others:
-            changed = given.replace({leaf.key: torch.where(here, other, content)})
-            after = pick(model(*changed.args, **changed.kwargs))
-            change[:, at] += torch.linalg.vector_norm(after - before, dim=-1).cpu() / swaps
+            swapped = read.substitute({main.key: torch.where(here, other, content)})
+            after = pick(model(*swapped.args, **swapped.kwargs))
+            change[:, position] += torch.linalg.vector_norm(after - before, dim=-1).cpu() / swaps
     return change
 
 
-def _other(model: Any, given: Inputs, content: Tensor, draw: torch.Generator) -> Tensor:
+def _other(model: Any, read: ModelInputs, draw: torch.Generator) -> Tensor:
     """Draw other content for every position: another token, or the vector of another position."""
-    leaf = given.leaves[0]
-    if not leaf.tokens:
-        if given.positions == 1:
+    main, content = read.main, read[read.main.key]
+    if not main.tokens:
+        if read.positions == 1:
             raise value_error("inputs", "have one position: there is no other to swap with",
                               hint="how='jacobian'")  # fmt: skip
-        steps = int(torch.randint(1, given.positions, (), generator=draw))
-        return content.roll(steps, leaf.axis)
-    embedding = embedding_of(model, content, given)
+        offset = int(torch.randint(1, read.positions, (), generator=draw))
+        return content.roll(offset, main.axis)
+    embedding = embedding_of(model, content, read)
     if embedding is not None:
         size, low = embedding.num_embeddings, 0
     else:
@@ -215,5 +224,5 @@ def _other(model: Any, given: Inputs, content: Tensor, draw: torch.Generator) ->
         raise value_error(
             "inputs", "have one token, and no other to swap it with", got=f"{size} token"
         )
-    steps = torch.randint(1, size - low, content.shape, generator=draw).to(content)
-    return low + (content - low + steps) % (size - low)
+    offsets = torch.randint(1, size - low, content.shape, generator=draw).to(content)
+    return low + (content - low + offsets) % (size - low)

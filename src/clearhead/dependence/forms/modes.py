@@ -1,31 +1,35 @@
-"""Does the model answer alike in train and eval, on every backend, asked for weights or not?"""
+"""Does the model answer alike in train and eval, on every backend, with and without weights?"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from clearhead._core import type_error
-from clearhead.dependence.proof.pairing import Row, compare, difference, exact
-from clearhead.dependence.proof.place import Step, name_of, trace
-from clearhead.dependence.proof.report import Report
-from clearhead.dependence.proof.runner import Runner
-from clearhead.dependence.proof.state import untouched
-from clearhead.dependence.proof.subject import Inputs, read_inputs
+from clearhead.dependence.proof import RowGap, compare, trace_modules
+from clearhead.dependence.report import Outcome, Report
+from clearhead.dependence.subject import (
+    Runner,
+    difference,
+    most_exact,
+    name_of,
+    read_inputs,
+    rounding_floor,
+    untouched,
+)
 
 __all__ = ["audit_modes"]
 
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "attn_dropout", "hidden_dropout")
 _HINTS = {
     "train": "training (with dropout off) gives another output: batch statistics, or a mask that "
-    "only one of the two ways applies?",
-    "gradients": "with gradients on, torch takes its slow path: the fast one answers otherwise",
-    "weights asked": "asking for the weights changes the output",
+    "only one of the two modes applies?",
+    "gradients": "with gradients on, torch takes its slow path: the fast path answers otherwise",
+    "weights requested": "requesting the weights changes the output",
 }
 
 
@@ -34,75 +38,88 @@ def audit_modes(
 ) -> Report:
     """Run a copy of the model in each mode that it has, and compare with the mode it is in.
 
-    Modes: train against eval (dropout off), gradients on (torch's slow path), the weights asked
-    for, and, for Hugging Face models, every attention implementation of "eager" and "sdpa".
+    Modes: train against eval (dropout off), gradients on (torch's slow path), weights requested,
+    and, for Hugging Face models, every attention implementation of "eager" and "sdpa".
     """
     if not isinstance(model, nn.Module):
         raise type_error("model", "must be a module, to be put in other modes", got=name_of(model))
-    read = read_inputs(inputs, axis=axis, change=None)
-    report = Report(name_of(model), "all modes give the same outputs")
+    read = read_inputs(inputs, axis=axis)
     with untouched(model):
-        plain, dtype = exact(copy.deepcopy(model).eval(), read, float64)
-        read = read.to(dtype) if dtype else read
-        base = Runner(plain, read, [])
-        floor, rows, runners = base.floor(other_shapes=True), [], {}
-        for kind, runner in _modes(plain, read):
-            try:
-                gaps = [
-                    difference(one.rows.flatten(0, 1), two.rows.flatten(0, 1))
-                    for one, two in zip(base.base(), runner.base(), strict=False)
-                ]
-            except Exception as error:
-                report.trouble.append(f"{kind}: {type(error).__name__}: {error}")
-                continue
-            if runner.draws and kind == "train":
-                report.notes.append(
-                    "train: still random with every dropout rate at 0; not compared"
-                )
-                continue
-            runners[kind] = runner
-            gap = torch.stack(gaps).amax(0)
-            for number, size in enumerate(gap.tolist()):
-                sample, place = divmod(number, read.positions)
-                rows.append(
-                    Row(place, place, size, kind, sample, _HINTS.get(kind, f"{kind} differs"))
-                )
-            report.forwards += 1
-
-        def place_of(row: Row) -> tuple[list[Step], list[Step]]:
-            before = trace(base, read, row.sample, row.query)
-            runner = runners[row.kind]
-            return before, trace(runner, runner.inputs, row.sample, row.query)
-
-        compare(report, base, rows, floor, place_of)
-    report.pairs = len(rows)
-    report.covered = 1.0 if rows else 0.0
-    report.notes.append("compared: " + ", ".join(runners))
-    return report
+        plain, dtype = most_exact(copy.deepcopy(model).eval(), read, float64=float64)
+        base = Runner(plain, read.to(dtype) if dtype else read)
+        stages = _comparison(plain, base)
+    return Report.of(name_of(model), "all modes give the same outputs", stages)
 
 
-def _modes(plain: nn.Module, read: Inputs) -> list[tuple[str, Runner]]:
-    runners = [("train", Runner(_quiet(copy.deepcopy(plain).train()), read, []))]
-    runners.append(("gradients", Runner(_Way(plain, gradients=True), read, [])))
-    config = getattr(plain, "config", None)
-    attentions = [m for m in plain.modules() if isinstance(m, nn.MultiheadAttention)]
-    if hasattr(config, "output_attentions"):
-        runners.append(("weights asked", Runner(_Way(plain, output_attentions=True), read, [])))
-    elif attentions:
-        runners.append(("weights asked", Runner(_asked(copy.deepcopy(plain)), read, [])))
-    if hasattr(plain, "set_attn_implementation"):
-        for name in ("eager", "sdpa"):
-            if name == getattr(config, "_attn_implementation", None):
-                continue
-            with suppress(Exception):  # the model has no such implementation
-                twin: Any = copy.deepcopy(plain)
-                twin.set_attn_implementation(name)
-                runners.append((name, Runner(twin, read, [])))
-    return runners
+class _ModeResult(NamedTuple):
+    """A mode that ran: its gaps from the plain one; or why it could not be compared."""
+
+    runner: Runner
+    gaps: list[RowGap]
+    outcome: Outcome
 
 
-class _Way:
-    """The model called in one way; `__self__` tells a trace what to hook."""
+def _comparison(plain: nn.Module, base: Runner) -> list[Outcome]:
+    floor = rounding_floor(base, other_shapes=True)
+    modes = [*_torch_modes(plain), *_library_modes(plain)]
+    results = {kind: _compare_mode(base, kind, Runner(model, base.inputs)) for kind, model in modes}
+    compared = {kind: result.runner for kind, result in results.items() if result.gaps}
+
+    def trace(gap: RowGap) -> Any:
+        runners = (base, compared[gap.kind])
+        return tuple(trace_modules(r, r.inputs, gap.sample, gap.query) for r in runners)
+
+    gaps = [gap for result in results.values() for gap in result.gaps]
+    return [
+        *[result.outcome for result in results.values()],
+        compare(base, gaps, floor, trace),
+        Outcome(notes=("compared: " + ", ".join(compared),)),
+    ]
+
+
+def _compare_mode(base: Runner, kind: str, runner: Runner) -> _ModeResult:
+    try:
+        sizes = [
+            difference(one.rows.flatten(0, 1), two.rows.flatten(0, 1))
+            for one, two in zip(base.base(), runner.base(), strict=False)
+        ]
+    except Exception as error:
+        trouble = f"{kind}: {type(error).__name__}: {error}"
+        return _ModeResult(runner, [], Outcome(trouble=(trouble,)))
+    if runner.draws and kind == "train":
+        note = "train: still random with every dropout rate at 0; not compared"
+        return _ModeResult(runner, [], Outcome(notes=(note,)))
+    hint, gaps = _HINTS.get(kind, f"{kind} differs"), []
+    for number, size in enumerate(torch.stack(sizes).amax(0).tolist()):
+        sample, position = divmod(number, base.inputs.positions)
+        gaps.append(RowGap(position, position, size, kind, sample, hint))
+    return _ModeResult(runner, gaps, Outcome(pairs=len(gaps), forwards=1))
+
+
+def _torch_modes(plain: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "train", _without_dropout(copy.deepcopy(plain).train())
+    yield "gradients", _CalledWith(plain, gradients=True)
+    if hasattr(getattr(plain, "config", None), "output_attentions"):
+        yield "weights requested", _CalledWith(plain, output_attentions=True)
+    elif any(isinstance(module, nn.MultiheadAttention) for module in plain.modules()):
+        yield "weights requested", _requesting_weights(copy.deepcopy(plain))
+
+
+def _library_modes(plain: Any) -> Iterator[tuple[str, nn.Module]]:
+    current = getattr(getattr(plain, "config", None), "_attn_implementation", None)
+    for name in ("eager", "sdpa"):
+        if not hasattr(plain, "set_attn_implementation") or name == current:
+            continue
+        twin = copy.deepcopy(plain)
+        try:
+            twin.set_attn_implementation(name)
+        except Exception:  # the model has no such implementation
+            continue
+        yield name, twin
+
+
+class _CalledWith:
+    """The model, called with other options; `__self__` tells a trace which module to hook."""
 
     def __init__(self, model: nn.Module, *, gradients: bool = False, **options: Any):
         self.__self__, self.gradients, self.options = model, gradients, options
@@ -113,7 +130,7 @@ class _Way:
             return model(*args, **{**kwargs, **self.options})
 
 
-def _quiet(model: nn.Module) -> nn.Module:
+def _without_dropout(model: nn.Module) -> nn.Module:
     """Set every dropout rate to zero."""
     for module in model.modules():
         for name in _RATES:
@@ -122,11 +139,11 @@ def _quiet(model: nn.Module) -> nn.Module:
     return model
 
 
-def _asked(model: nn.Module) -> nn.Module:
-    def ask(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _requesting_weights(model: nn.Module) -> nn.Module:
+    def request(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "need_weights": True}
 
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            module.register_forward_pre_hook(ask, with_kwargs=True)
+            module.register_forward_pre_hook(request, with_kwargs=True)
     return model

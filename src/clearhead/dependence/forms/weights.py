@@ -1,7 +1,7 @@
-"""What the attention weights themselves say: where they lie, how they are scaled and normalised.
+"""What the attention weights show: their edges, their scale and their normalization.
 
-This is said beside the proof, never instead of it: a weight is what a layer reads, not what comes
-through to an output.
+These are notes beside the proof, never instead of it: a weight is what a layer reads, not what
+reaches an output.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ from torch import Tensor
 
 from clearhead._capture import SOFTMAXES, Call, Handler, Interceptor, attach
 from clearhead.attention import attend
-from clearhead.dependence.proof.state import modules_in
-from clearhead.dependence.proof.subject import Inputs, call
+from clearhead.dependence.subject import ModelInputs, call, modules_in
 from clearhead.readings import Weights
 
-__all__ = ["look_at_weights"]
+__all__ = ["inspect_weights"]
 
-# Weight maps of more numbers than this are not made.
+# Weight maps with more elements than this are not computed.
 MOST_WEIGHTS = 1 << 24
-# Scores so far below the others are meant as a mask; from here on, softmax gives them a weight
-# that may matter.
+# Scores so far below the others are meant as a mask, though softmax may give them a weight that
+# matters.
 MEANT_AS_MASK = -15.0
 
 
-def look_at_weights(
-    model: Callable[..., Any], inputs: Inputs, edges: Tensor, depth: int = 1
-) -> list[str]:
-    """Run once more and list what is odd about the weights, one line a kind.
+def inspect_weights(
+    model: Callable[..., Any], inputs: ModelInputs, edges: Tensor, depth: int = 1
+) -> tuple[str, ...]:
+    """Run once more and list what is unusual about the weights, one line a kind.
 
     `edges` are those of one layer, whatever `depth` composed them to for the outputs.
     """
     roots = [root for _, root in modules_in(model)]
     if not roots:
-        return []
-    look = _Look(inputs, edges, depth)
+        return ()
+    checks = _WeightChecks(inputs, edges, depth)
     try:
-        with attach.attached(roots[0], look, _Seer):
+        with attach.attached(roots[0], checks, _SoftmaxInterceptor):
             call(model, inputs)
-    except Exception as error:  # looking is an extra: the proof stands without it
-        return [f"the weights could not be looked at ({type(error).__name__}: {error})"]
-    return [_line(kind, found) for kind, found in look.found.items()]
+    except Exception as error:  # the weights are an extra: the proof stands without them
+        return (f"the weights could not be inspected ({type(error).__name__}: {error})",)
+    return tuple(_line(kind, found) for kind, found in checks.found.items())
 
 
 def _line(kind: str, found: list[tuple[str, str]]) -> str:
@@ -53,8 +52,8 @@ def _line(kind: str, found: list[tuple[str, str]]) -> str:
     return f"seen in the weights of {module or 'the model'}{more}: {kind}{detail}"
 
 
-class _Seer(Interceptor):
-    """Also notices a softmax of what comes out of a softmax."""
+class _SoftmaxInterceptor(Interceptor):
+    """Also reports a softmax of the result of a softmax."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,14 +67,16 @@ class _Seer(Interceptor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class _Look(Handler):
-    def __init__(self, inputs: Inputs, edges: Tensor, depth: int):
+class _WeightChecks(Handler):
+    """Checks the weights of each attention call; `found` maps a kind to (module, detail)."""
+
+    def __init__(self, inputs: ModelInputs, edges: Tensor, depth: int):
         self.layer = " to one layer" if depth > 1 else ""
         self.size = (inputs.batch, inputs.positions)
         self.edges = edges[:, None]  # (batch or 1, 1, query, source)
         self.found: dict[str, list[tuple[str, str]]] = {}
 
-    def say(self, call: Call, kind: str, detail: str = "") -> None:
+    def report(self, call: Call, kind: str, detail: str = "") -> None:
         self.found.setdefault(kind, []).append((call.module, detail))
 
     def unseen(self, module: str, reason: str) -> None:
@@ -112,18 +113,18 @@ class _Look(Handler):
     def _scale(self, call: Call, width: int) -> None:
         usual = 1 / math.sqrt(max(width, 1))
         if call.scale is not None and abs(call.scale / usual - 1) > 0.01:
-            self.say(
+            self.report(
                 call,
                 "the scale is not 1/sqrt(head_dim)",
                 f": {call.scale:.4g}, and 1/sqrt({width}) is {usual:.4g}",
             )
 
     def _constants(self, call: Call, scores: Tensor) -> None:
-        """Say so where edges are blocked by a finite number that is not the lowest of its dtype."""
+        """Report edges that are blocked by a finite number other than the lowest of its dtype."""
         low = scores[(scores < MEANT_AS_MASK) & (scores > torch.finfo(scores.dtype).min / 2)]
         most = scores.max()
         if low.numel() and torch.isfinite(most) and low.max() < most + MEANT_AS_MASK:
-            self.say(
+            self.report(
                 call,
                 "edges are masked by a finite constant, so that a row of nothing else is uniform",
                 f" (about {low.max():.3g})",
@@ -136,19 +137,23 @@ class _Look(Handler):
             place = torch.unravel_index(forbidden.argmax(), forbidden.shape)
             head, query, source = map(int, place[1:])
             most = float(forbidden.max())
-            self.say(
+            self.report(
                 call,
                 f"weight on edges that `allowed` forbids{self.layer}",
                 f": up to {most:.3g} (head {head}, query {query}, source {source})",
             )
             self._polarity(call, weights)
         sums = weights.double().sum(-1)
-        odd = (sums > 0) & ((sums - 1).abs() > 0.01)
-        if call.sinks is None and bool(odd.any()):
-            self.say(call, "rows do not sum to one", f" (one sums to {float(sums[odd][0]):.3g})")
+        wrong = (sums > 0) & ((sums - 1).abs() > 0.01)
+        if call.sinks is None and bool(wrong.any()):
+            self.report(
+                call, "rows do not sum to one", f" (one sums to {float(sums[wrong][0]):.3g})"
+            )
 
     def _polarity(self, call: Call, weights: Tensor) -> None:
         strictly = self.edges & ~torch.eye(self.size[1], dtype=torch.bool)
         kept = weights.masked_fill(~strictly.to(weights.device), 0)
         if strictly.any() and float(kept.max()) == 0:
-            self.say(call, "it sees only what it must not see: the mask's polarity is inverted")
+            self.report(
+                call, "it reads only what it must not read: the mask's polarity is inverted"
+            )

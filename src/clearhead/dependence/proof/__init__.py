@@ -1,5 +1,23 @@
-"""How an audit proves: the model, called safely, the plan, the judgement and the place."""
+"""How an audit proves: plan, search, verdict, narrowing, localization, and comparison of runs."""
 
 from __future__ import annotations
 
-__all__ = []
+from clearhead.dependence.proof.comparison import RowGap, compare
+from clearhead.dependence.proof.localization import ModuleCall, trace_modules
+from clearhead.dependence.proof.nondeterminism import Repeatability, check_repeatability
+from clearhead.dependence.proof.suspects import Search, Suspect, run_plan, search
+from clearhead.dependence.proof.verdict import decide
+
+__all__ = [
+    "ModuleCall",
+    "Repeatability",
+    "RowGap",
+    "Search",
+    "Suspect",
+    "check_repeatability",
+    "compare",
+    "decide",
+    "run_plan",
+    "search",
+    "trace_modules",
+]

@@ -1,4 +1,4 @@
-"""Leave the model as it was: parameters, buffers, attributes, modes, hooks and random state."""
+"""Leave the model as it was: parameters, buffers, attributes, modes, hooks and RNG state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 __all__ = ["Snapshot", "modules_in", "random_state", "restore_random", "untouched"]
 
-# Copies of parameters are kept up to this many bytes; above it a forward that edits them is told.
+# Copies of parameters are kept up to this many bytes; above that an edit is reported, not undone.
 MOST_COPIED = 1 << 28
 
 
@@ -26,7 +26,7 @@ def random_state() -> tuple[Any, ...]:
 
 
 def restore_random(state: tuple[Any, ...]) -> None:
-    """Put every generator back."""
+    """Restore every generator."""
     on_cpu, on_cuda, plain, drawn = state
     torch.set_rng_state(on_cpu)
     if on_cuda is not None:
@@ -37,7 +37,7 @@ def restore_random(state: tuple[Any, ...]) -> None:
 
 
 class Snapshot:
-    """All that a forward could change about a model, to be compared and put back."""
+    """Everything about a model that a forward can change, to be compared and restored."""
 
     def __init__(self, model: object):
         modules = list({id(m): m for _, root in modules_in(model) for m in root.modules()}.values())
@@ -45,7 +45,7 @@ class Snapshot:
         self._tensors = list(_tensors_of(modules))
 
     def restore(self) -> list[str]:
-        """Put everything back; name what had changed."""
+        """Restore everything; return the names of what had changed."""
         changed = []
         for live, kept in self._attributes:
             changed += _put_back(live, kept)
@@ -61,13 +61,13 @@ class Snapshot:
 
 @contextmanager
 def untouched(model: object) -> Iterator[Callable[[], list[str]]]:
-    """Give the model back as it came, also after an exception; yields a way to do so in between."""
-    state, snapshot = random_state(), Snapshot(model)
+    """Leave the model as it was, also after an exception; yields a function to do so in between."""
+    generators, snapshot = random_state(), Snapshot(model)
     try:
         yield snapshot.restore
     finally:
         snapshot.restore()
-        restore_random(state)
+        restore_random(generators)
 
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_back(live: dict[str, Any], kept: dict[str, Any]) -> list[str]:
-    """Undo assignments and edits of containers, keeping the identity of the containers."""
+    """Undo assignments and edits of containers, and keep the identity of the containers."""
     changed = [name for name in live.keys() - kept.keys()]
     for name in changed:
         del live[name]
@@ -117,29 +117,32 @@ def _same_items(value: Any, copy: Any) -> bool:
 
 def _tensors_of(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
     parameters = {id(p): p for module in modules for p in module._parameters.values()}
-    weight = sum(p.nbytes for p in parameters.values() if p is not None and p.device.type != "meta")
+    size = sum(p.nbytes for p in parameters.values() if p is not None and p.device.type != "meta")
     for module in modules:
-        kind = type(module).__name__
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or tensor.is_inference() or tensor.device.type == "meta":
-                continue
-            keep = name in module._buffers or weight <= MOST_COPIED
+        for name, tensor in _held_tensors(module):
+            keep = name not in module._parameters or size <= MOST_COPIED
             copy = tensor.detach().clone() if keep else None
-            yield f"{kind}.{name}", tensor, tensor._version, copy
-        # Tensors kept as plain attributes are state too (a cache that grows, a running mean).
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not value.is_inference():
-                yield f"{kind}.{name}", value, value._version, value.detach().clone()
+            yield f"{type(module).__name__}.{name}", tensor, tensor._version, copy
+
+
+def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # Tensors in plain attributes are state too (a cache that grows, a running mean).
+    for held in (module._parameters, module._buffers, vars(module)):
+        for name, value in held.items():
+            if not isinstance(value, torch.Tensor) or value.is_inference():
+                continue
+            if value.device.type != "meta":
+                yield name, value
 
 
 def _differ(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    # Parameters are too many to compare on every run; edits behind autograd's back are only
-    # looked for in what is small.
+    # Parameters are too many to compare on every run; edits that bypass the version counter are
+    # looked for in small tensors only.
     return tensor.numel() <= 4096 and not torch.equal(tensor.detach(), copy)
 
 
 def modules_in(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The module itself, or those that a function, method or partial closes over."""
+    """Yield the module itself, or the modules that a function, method or partial refers to."""
     if isinstance(model, nn.Module):
         yield "", model
         return

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
-__all__ = ["Finding", "Report"]
+__all__ = ["Finding", "Outcome", "Report"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One pair that leaks: what `source` holds reaches the output at `query`, though it may not."""
+    """One pair that leaks: the content of `source` reaches the output at `query`."""
 
-    source: int  # position whose content was changed (for `audit.batch`: the sample)
+    source: int  # position whose content was replaced (for `audit.batch`: the sample)
     query: int  # position whose output moved (for `audit.batch`: the sample)
     size: float  # largest change of that output; inf where it became NaN
     floor: float  # what rounding alone can do to it, measured; 0.0 where nothing else moved a bit
-    module: str  # deepest module whose output moved while what it was given had not
+    module: str  # deepest module whose output moved while its input had not
     kind: str = "leak"
     sample: int = 0
     output: str = "output"
@@ -34,29 +35,58 @@ class Finding:
         return self.line + (f"\n    {self.hint}" if self.hint else "")
 
 
-@dataclass
+class Outcome(NamedTuple):
+    """What one stage of an audit found; a report adds up the outcomes of its stages."""
+
+    findings: tuple[Finding, ...] = ()
+    moved: int = 0  # outputs that moved by more than rounding, narrowed down or not
+    pairs: int = 0  # forbidden pairs, of which `untested` were not tested
+    untested: int = 0
+    trouble: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    forwards: float = 0.0
+
+
+@dataclass(frozen=True)
 class Report:
-    """The outcome of an audit: `ok`, `findings`, `covered`, `notes`; its text is `str()`."""
+    """The result of an audit: `ok`, `findings`, `covered`, `notes`; its text is `str()`."""
 
     subject: str
     question: str
-    findings: list[Finding] = field(default_factory=list)
-    # The share of the forbidden pairs that was put to the test: 1.0 is every one.
+    findings: tuple[Finding, ...] = ()
+    # The share of the forbidden pairs that was tested: 1.0 is every one.
     covered: float = 1.0
     pairs: int = 0
     moved: int = 0
-    # Random, stateful or failing models: said as such, never as leaks.
-    trouble: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    # Random, stateful or failing models: stated as such, never as leaks.
+    trouble: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     forwards: float = 0.0
+
+    @classmethod
+    def of(cls, subject: str, question: str, outcomes: Iterable[Outcome]) -> Report:
+        """Add up the outcomes of all stages."""
+        findings, moved, pairs, untested, trouble, notes, forwards = zip(*outcomes, strict=True)
+        total = sum(pairs)
+        return cls(
+            subject,
+            question,
+            findings=sum(findings, ()),
+            covered=1 - sum(untested) / total if total else 1.0,
+            pairs=total,
+            moved=sum(moved),
+            trouble=sum(trouble, ()),
+            notes=sum(notes, ()),
+            forwards=sum(forwards),
+        )
 
     @property
     def ok(self) -> bool:
-        """Nothing leaked, and something was tested (or there was nothing to test)."""
+        """Whether nothing leaked, and something was tested (or there was nothing to test)."""
         return not self.findings and (self.covered > 0 or self.pairs == 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the report as plain data, ready for JSON."""
+        """Return the report as plain data, ready for JSON."""
         return {"ok": self.ok, **asdict(self)}
 
     def __bool__(self) -> bool:
@@ -74,7 +104,7 @@ class Report:
         return f"ok: {self.subject} ({self.question})"
 
     def _details(self) -> list[str]:
-        lines = self._listed()
+        lines = self._findings()
         if self.pairs:
             lines.append(
                 f"  covered {self.covered:.1%} of {self.pairs} forbidden pairs (source, query)"
@@ -83,14 +113,14 @@ class Report:
         lines += [f"  trouble: {text}" for text in self.trouble]
         return lines + [f"  note: {text}" for text in self.notes]
 
-    def _listed(self) -> list[str]:
-        """The findings; a hint that several share stands once, below them."""
+    def _findings(self) -> list[str]:
+        """List the findings; a hint that several share is printed once, below them."""
         hints = [finding.hint for finding in self.findings]
         shared = [hint for hint in dict.fromkeys(hints) if hint and hints.count(hint) > 1]
         lines = [f"  {f.line if f.hint in shared else f}" for f in self.findings]
         if (more := self.moved - len(self.findings)) > 0:
             lines.append(f"  and {more} more, not narrowed down to a source")
         for hint in shared:
-            of = ", ".join(str(f.query) for f in self.findings if f.hint == hint)
-            lines.append(f"    outputs {of}: {hint}")
+            queries = ", ".join(str(f.query) for f in self.findings if f.hint == hint)
+            lines.append(f"    outputs {queries}: {hint}")
         return lines
