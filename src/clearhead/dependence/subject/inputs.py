@@ -134,7 +134,8 @@ def _has_positions(value: Tensor, axis: int, positions: int) -> bool:
 
 def _content_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Key]:
     if args:
-        return next(([number] for number, value in enumerate(args) if _may_be_content(value)), [])
+        numbers: list[Key] = [n for n, value in enumerate(args) if _may_be_content(value)]
+        return numbers[:1]
     if isinstance(kwargs.get("decoder_input_ids"), Tensor):
         return ["decoder_input_ids"]
     keys: list[Key] = [

@@ -98,7 +98,7 @@ class Runner:
         return [output for output in self.base() if output.rows.is_floating_point()]
 
     def movements(self, perturbations: Sequence[Perturbation]) -> Iterator[Tensor | None]:
-        """Yield for each perturbation how far each output (batch, position) moved; None if it failed."""
+        """Yield how far each output (batch, position) moves; None where the model fails."""
         # Chunks of one size, so that one run of the unperturbed inputs serves them all.
         chunks = -(-len(perturbations) // self.copies)
         size = -(-len(perturbations) // max(chunks, 1))
