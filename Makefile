@@ -40,7 +40,7 @@ $(OLD)/.fetched: $(STAMP)
 	touch $@
 
 sanitize: $(STAMP)  ## run the kernel's tests under address, undefined-behaviour and thread sanitizers
-	PYTHON=$(BIN)/python native/sanitize.sh
+	PYTHON=$(BIN)/python native/check/sanitize.sh
 
 fuzz: $(STAMP)  ## send 100,000 random problems through the kernel, and 20,000 backward
 	$(BIN)/python -m tests.fuzz_native 100000

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "numbers.h"
+#include "isa/numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

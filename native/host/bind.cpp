@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "dispatch.h"
-#include "tensor.h"
+#include "host/dispatch.h"
+#include "host/tensor.h"
 
 using namespace clearhead;
 

@@ -7,7 +7,7 @@
 #include <array>
 #include <cstdint>
 
-#include "kernel.h"
+#include "host/kernel.h"
 
 namespace clearhead {
 

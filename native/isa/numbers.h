@@ -2,7 +2,7 @@
 // Flood 2014). In each one's own namespace, so that none is linked into another.
 #pragma once
 
-#include "kernel.h"
+#include "host/kernel.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

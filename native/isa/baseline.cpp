@@ -1,4 +1,4 @@
 #define CLEARHEAD_ISA baseline
-#include "vec_generic.h"
+#include "isa/vec_generic.h"
 // the algorithm follows its vector verbs
-#include "attention.inl"
+#include "algorithm/attention.inl"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Address and undefined-behaviour sanitizers over the kernel's tests, the thread sanitizer over
-# native/race.cpp. Needs gcc with its sanitizer libraries.
+# native/check/race.cpp. Needs gcc with its sanitizer libraries.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
 out=build/sanitize
 rm -rf "$out/src"
@@ -33,8 +33,8 @@ sys.exit(failed)
 END
 
 echo "== threads"
-sources=(native/race.cpp native/dispatch.cpp)
-flags=(-std=c++17 -O1 -g -fsanitize=thread -DCLEARHEAD_STD_THREADS -Wno-uninitialized -Wno-maybe-uninitialized)
+sources=(native/check/race.cpp native/host/dispatch.cpp)
+flags=(-std=c++17 -Inative -O1 -g -fsanitize=thread -DCLEARHEAD_STD_THREADS -Wno-uninitialized -Wno-maybe-uninitialized)
 objects=()
 isas=(baseline)
 case $(uname -m) in
@@ -49,7 +49,7 @@ for isa in "${isas[@]}"; do
     *) extra=() ;;
   esac
   [ $isa = avx512_bf16 ] && extra+=(-mavx512bf16)
-  g++ "${flags[@]}" -ffp-contract=off "${extra[@]}" -c native/$isa.cpp -o "$out/$isa.o"
+  g++ "${flags[@]}" -ffp-contract=off "${extra[@]}" -c native/isa/$isa.cpp -o "$out/$isa.o"
   objects+=("$out/$isa.o")
 done
 g++ "${flags[@]}" "${sources[@]}" "${objects[@]}" -pthread -o "$out/race"

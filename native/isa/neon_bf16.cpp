@@ -1,4 +1,4 @@
 #define CLEARHEAD_ISA neon_bf16
-#include "vec_neon.h"
+#include "isa/vec_neon.h"
 // the algorithm follows its vector verbs
-#include "attention.inl"
+#include "algorithm/attention.inl"

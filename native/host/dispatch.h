@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "kernel.h"
+#include "host/kernel.h"
 
 namespace clearhead {
 

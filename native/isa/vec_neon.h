@@ -4,7 +4,7 @@
 
 #include <arm_neon.h>
 
-#include "numbers.h"
+#include "isa/numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

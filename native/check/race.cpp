@@ -1,12 +1,12 @@
 // Runs the kernel from several threads at once, each call on a team of threads, for the thread
-// sanitizer; every result must have the bits of the first. Built and run by native/sanitize.sh.
+// sanitizer; every result must have the bits of the first. Built and run by native/check/sanitize.sh.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <random>
 #include <thread>
 
-#include "dispatch.h"
+#include "host/dispatch.h"
 
 using namespace clearhead;
 

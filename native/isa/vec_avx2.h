@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "numbers.h"
+#include "isa/numbers.h"
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {

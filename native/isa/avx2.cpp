@@ -1,4 +1,4 @@
 #define CLEARHEAD_ISA avx2
-#include "vec_avx2.h"
+#include "isa/vec_avx2.h"
 // the algorithm follows its vector verbs
-#include "attention.inl"
+#include "algorithm/attention.inl"

@@ -1,4 +1,4 @@
-#include "dispatch.h"
+#include "host/dispatch.h"
 
 #ifdef CLEARHEAD_STD_THREADS  // for the thread sanitizer, which does not know OpenMP
 #include <thread>
