@@ -47,6 +47,7 @@ fuzz: $(STAMP)  ## send 100,000 random problems through the kernel, and 20,000 b
 	$(BIN)/python -m tests.fuzz_gradients 20000
 
 check: $(STAMP)  ## format, lint and types
+	find native -name '*.cpp' -o -name '*.h' -o -name '*.inl' | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/basedpyright

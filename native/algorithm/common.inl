@@ -10,7 +10,7 @@ namespace CLEARHEAD_ISA {
 namespace {
 
 constexpr int64_t kTile = 64;  // sources a tile
-constexpr int kShortTop = 8;     // top lists up to this length stay in registers
+constexpr int kShortTop = 8;   // top lists up to this length stay in registers
 constexpr int N = Vec::lanes;
 constexpr int kMaxLanes = Vec::vectors * N;
 constexpr int kWide = Vec::wide * N;  // queries a block of the forward

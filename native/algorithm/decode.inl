@@ -55,7 +55,8 @@ struct Few {
     Type type;
   };
 
-  Source source_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded, float* copy) {
+  Source source_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded,
+                     float* copy) {
     if (width == padded) return {at(view, call.type, batch, head, first), view.position, call.type};
     const Rows rows = whole_rows(view, head, first, count, width, padded, copy);
     return {(const char*)rows.data, rows.stride, Type::f32};
@@ -68,7 +69,8 @@ struct Few {
   }
 
   // Rows as whole vectors of fp32: where they lie if that fits, or a padded copy.
-  Rows whole_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded, float* copy) {
+  Rows whole_rows(const View& view, int64_t head, int64_t first, int64_t count, int64_t width, int64_t padded,
+                  float* copy) {
     if (call.type == Type::f32 && width == padded)
       return {(const float*)at(view, call.type, batch, head, first), view.position};
     for (int64_t r = 0; r < count; ++r) {
@@ -85,7 +87,8 @@ struct Few {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t head = source_head * group + r / call.query, query = r % call.query;
       const Rows row = whole_rows(call.q, head, query, 1, call.head_dim, key_width, queries + r * key_width);
-      if (row.data != queries + r * key_width) std::memcpy(queries + r * key_width, row.data, sizeof(float) * key_width);
+      if (row.data != queries + r * key_width)
+        std::memcpy(queries + r * key_width, row.data, sizeof(float) * key_width);
       const Ranges range = ranges_of(call.mask, batch, head, query, 1, 1, call.source);
       start[r] = range.first, stop[r] = range.last;
     }
@@ -171,7 +174,7 @@ struct Few {
   template <Type type, int V>
   void score(const float* q, const Source& k, int64_t low, int64_t high) {
     f query[V + 1];
-    CLEARHEAD_UNROLL for (int i = 0; i < V; ++i) query[i] = Vec::load(q + i * N);
+    CLEARHEAD_UNROLL_FOR (int i = 0; i < V; ++i) query[i] = Vec::load(q + i * N);
     for (int64_t s = 0; s < span; s += N) {
       if (s + N <= low || s >= high) {
         Vec::store(weights + s, Vec::set1(-INFINITY));
@@ -179,7 +182,7 @@ struct Few {
       }
       f sum[N];
       if (s + N <= high) {
-        CLEARHEAD_UNROLL for (int j = 0; j < N; ++j) sum[j] = products<type, V>(q, query, k, s + j);
+        CLEARHEAD_UNROLL_FOR (int j = 0; j < N; ++j) sum[j] = products<type, V>(q, query, k, s + j);
       } else {
         for (int j = 0; j < N; ++j) sum[j] = products<type, V>(q, query, k, min(s + j, high - 1));
       }
@@ -193,7 +196,7 @@ struct Few {
   template <Type type, int V>
   f products(const float* q, const f* query, const Source& k, int64_t row) {
     f sum = Vec::mul(load<type>(k, row, 0), V ? query[0] : Vec::load(q));
-    CLEARHEAD_UNROLL for (int i = 1; i < V; ++i) sum = Vec::fma(load<type>(k, row, i * N), query[i], sum);
+    CLEARHEAD_UNROLL_FOR (int i = 1; i < V; ++i) sum = Vec::fma(load<type>(k, row, i * N), query[i], sum);
     for (int64_t i = N; !V && i < key_width; i += N) sum = Vec::fma(load<type>(k, row, i), Vec::load(q + i), sum);
     return sum;
   }
@@ -213,7 +216,8 @@ struct Few {
     const Bias& b = call.bias;
     const float* bias = b.data ? b.data + batch * b.batch + head * b.head + query * b.query + from * b.source : nullptr;
     const Edges& m = call.mask;
-    const uint8_t* bytes = m.bytes ? m.bytes + batch * m.batch + head * m.head + query * m.query + from * m.source : nullptr;
+    const uint8_t* bytes =
+        m.bytes ? m.bytes + batch * m.batch + head * m.head + query * m.query + from * m.source : nullptr;
     bool any = false;
     for (int64_t s = low; s < high; ++s) {
       blocked[s] = (bytes && !bytes[s * m.source]) || (bias && bias[s * b.source] == -INFINITY);
@@ -227,13 +231,13 @@ struct Few {
   template <Type type, int V>
   void add_values(const Source& v, int64_t low, int64_t high, bool masked, int64_t at, float* out) {
     f sum[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::zero();
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[j] = Vec::zero();
     for (int64_t s = low; s < high; ++s) {
       if (masked && blocked[s]) continue;
       const f weight = Vec::set1(weights[s]);
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[j] = Vec::fma(weight, load<type>(v, s, at + j * N), sum[j]);
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[j] = Vec::fma(weight, load<type>(v, s, at + j * N), sum[j]);
     }
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(out + j * N, Vec::add(Vec::load(out + j * N), sum[j]));
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) Vec::store(out + j * N, Vec::add(Vec::load(out + j * N), sum[j]));
   }
 
   // One row from its partial results, in the order of the chunks.
@@ -276,7 +280,8 @@ void few_item(const Forward& call, int64_t item, float* partial, char* scratch) 
   const int64_t chunks = few_chunks(call), chunk = item % chunks, row = item / chunks;
   few.batch = row / call.source_head, few.source_head = row % call.source_head;
   const int64_t size = ((call.source + chunks - 1) / chunks + kTile - 1) / kTile * kTile;
-  few.run(min(chunk * size, call.source), min((chunk + 1) * size, call.source), partial + item * few.rows * few_stride(call));
+  few.run(min(chunk * size, call.source), min((chunk + 1) * size, call.source),
+          partial + item * few.rows * few_stride(call));
 }
 
 void few_merge(const Forward& call, int64_t item, const float* partial, char* scratch) {

@@ -6,6 +6,7 @@ namespace CLEARHEAD_ISA {
 namespace {
 
 constexpr int kChains = Vec::rows * Vec::vectors;
+#define CLEARHEAD_UNROLL_ALL_FOR _Pragma("GCC unroll 32") for
 
 // The least that a vector of scores takes: its maximum, its distance from it, 2 to that power, a sum
 struct Softmax {
@@ -20,7 +21,7 @@ struct Softmax {
 template <class E, bool softmax>
 void multiply_add(int64_t rounds, int64_t apart, float* sink) {
   f sum[kChains];
-  _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
+  CLEARHEAD_UNROLL_ALL_FOR (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
   typename E::packed numbers[N] = {};
   const typename E::vec x = E::load(numbers);
   Softmax scores{sum[0]};
@@ -28,11 +29,11 @@ void multiply_add(int64_t rounds, int64_t apart, float* sink) {
     const int64_t stop = softmax ? min(rounds, done + max(1, (left + apart) / kChains)) : rounds;
     left += apart - (stop - done) * kChains;
     for (; done < stop; ++done) {
-      _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sum[c] = E::mac(x, x, sum[c]);
+      CLEARHEAD_UNROLL_ALL_FOR (int c = 0; c < kChains; ++c) sum[c] = E::mac(x, x, sum[c]);
     }
     if (softmax) scores.step();
   }
-  _Pragma("GCC unroll 32") for (int c = 0; c < kChains; ++c) sink[c] = Vec::sum(sum[c]);
+  CLEARHEAD_UNROLL_ALL_FOR (int c = 0; c < kChains; ++c) sink[c] = Vec::sum(sum[c]);
   if (softmax) sink[0] += Vec::sum(scores.total);
 }
 

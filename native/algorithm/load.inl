@@ -40,7 +40,8 @@ inline uint16_t to_half(float x, Type type) {
 
 void to_halves(const float* from, int64_t count, Type type, uint16_t* to) {
   int64_t i = 0;
-  for (; i + N <= count && Vec::store_as_half(to + i, Vec::load(from + i), type); i += N) {}
+  for (; i + N <= count && Vec::store_as_half(to + i, Vec::load(from + i), type); i += N) {
+  }
   for (; i < count; ++i) to[i] = to_half(from[i], type);
 }
 

@@ -24,7 +24,8 @@ struct Ranges {
 inline int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 inline int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
 
-inline __attribute__((always_inline)) Common common_of(const int32_t* start, const int32_t* stop, int64_t lanes, int32_t end) {
+inline __attribute__((always_inline)) Common common_of(const int32_t* start, const int32_t* stop, int64_t lanes,
+                                                       int32_t end) {
   Common all = {end, 0, 0, end};
   for (int64_t lane = 0; lane < lanes; ++lane) {
     const int32_t from = start[lane], to = stop[lane];
@@ -70,7 +71,8 @@ Ranges ranges_of(const Edges& mask, int64_t batch, int64_t head, int64_t first, 
 // The lanes of a vector that may read a source by this range
 inline uint64_t lanes_of(const Range& range, int64_t at, int64_t source) {
   const auto here = Vec::set1_int((int32_t)source);
-  return Vec::greater_int(Vec::load_int(range.stop + at), here) & ~Vec::greater_int(Vec::load_int(range.start + at), here);
+  return Vec::greater_int(Vec::load_int(range.stop + at), here) &
+         ~Vec::greater_int(Vec::load_int(range.start + at), here);
 }
 
 // Sets in bits[s] the lanes that may read source `first + s` by this range

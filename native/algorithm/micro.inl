@@ -28,11 +28,14 @@ struct Pair {
 };
 #endif
 
-#define CLEARHEAD_UNROLL _Pragma("GCC unroll 16")
+#define CLEARHEAD_UNROLL_FOR _Pragma("GCC unroll 16") for
 
 // How many rows (or features) meet V vectors of lanes at once: as many sums as registers hold.
 template <int V>
-constexpr int kRowsBy = V == 1 ? Vec::rows_by_one : V == 2 ? Vec::rows_by_two : V == 3 ? Vec::rows : Vec::rows_by_four;
+constexpr int kRowsBy = V == 1   ? Vec::rows_by_one
+                        : V == 2 ? Vec::rows_by_two
+                        : V == 3 ? Vec::rows
+                                 : Vec::rows_by_four;
 
 // The loops stand on their own: inlined they share registers with what is around them, and where there are
 // 16 the compiler then loads a vector again for each multiply-add, or keeps sums in memory.
@@ -40,21 +43,21 @@ constexpr int kRowsBy = V == 1 ? Vec::rows_by_one : V == 2 ? Vec::rows_by_two : 
 
 // result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and V vectors of the `lanes`
 template <class E, int R, int V>
-CLEARHEAD_ALONE void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed, int64_t lanes,
-                     int64_t depth, float* result) {
+CLEARHEAD_ALONE void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed,
+                              int64_t lanes, int64_t depth, float* result) {
   f sum[R][V];
-  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
+  CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
   for (int64_t i = 0; i < depth; ++i, packed += lanes, rows += E::step) {
     typename E::vec column[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) column[j] = E::load(packed + j * N);
-    CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) column[j] = E::load(packed + j * N);
+    CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r) {
       const typename E::vec x = E::broadcast(rows + r * stride);
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, column[j], sum[r][j]);
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, column[j], sum[r][j]);
     }
   }
-  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(result + r * lanes + j * N, sum[r][j]);
+  CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) Vec::store(result + r * lanes + j * N, sum[r][j]);
 }
 
 template <class E, int V>
@@ -73,21 +76,21 @@ void dot_part(const typename E::scalar* rows, int64_t stride, int64_t count, con
 // without `rescale` the sum alone
 template <class E, int R, int V>
 CLEARHEAD_ALONE void mix_rows(const typename E::scalar* values, int64_t stride, int64_t count,
-                     const typename E::packed* weights, int64_t lanes, const float* rescale, float* out) {
+                              const typename E::packed* weights, int64_t lanes, const float* rescale, float* out) {
   f sum[R][V];
-  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
+  CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
   for (int64_t s = 0; s < count; ++s, values += stride, weights += lanes) {
     typename E::vec weight[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) weight[j] = E::load(weights + j * N);
-    CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) weight[j] = E::load(weights + j * N);
+    CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r) {
       const typename E::vec x = E::broadcast(values + r * E::step);
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
     }
   }
   // a tile's sum on its own first: few roundings at the size of the whole
-  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+  CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) {
       float* place = out + r * lanes + j * N;
       Vec::store(place, rescale ? Vec::fma(Vec::load(place), Vec::load(rescale + j * N), sum[r][j]) : sum[r][j]);
     }
@@ -117,8 +120,9 @@ inline void with_vectors(int vectors, Act act) {
 
 // The same, and to the bit, where some masked value is not finite: 0 * NaN would reach rows that may not
 // read it. The first of the V vectors is the `begin`-th of those in `allowed`.
-void mix_selected_part(const float* values, int64_t stride, int64_t count, const float* weights, int64_t lanes, int vectors,
-                       const uint64_t* allowed, int begin, const float* rescale, int64_t width, float* out) {
+void mix_selected_part(const float* values, int64_t stride, int64_t count, const float* weights, int64_t lanes,
+                       int vectors, const uint64_t* allowed, int begin, const float* rescale, int64_t width,
+                       float* out) {
   for (int64_t r = 0; r < width; ++r)
     for (int j = 0; j < vectors; ++j) {
       f sum = Vec::zero();

@@ -14,7 +14,8 @@ inline f tanh_of(f x) {
   p = Vec::fma(p, z, Vec::set1(1.33314422036e-1f));
   p = Vec::fma(p, z, Vec::set1(-3.33332819422e-1f));
   const f near = Vec::fma(Vec::mul(p, z), x, x);
-  const f far = Vec::sub(Vec::set1(1.f), Vec::div(Vec::set1(2.f), Vec::add(exp_of(Vec::add(size, size)), Vec::set1(1.f))));
+  const f far =
+      Vec::sub(Vec::set1(1.f), Vec::div(Vec::set1(2.f), Vec::add(exp_of(Vec::add(size, size)), Vec::set1(1.f))));
   const f signed_far = Vec::select(Vec::greater(Vec::zero(), x), Vec::sub(Vec::zero(), far), far);
   return Vec::select(Vec::greater(Vec::set1(0.625f), size), near, signed_far);
 }

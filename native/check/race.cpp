@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t kBatch = 1, kHead = 2, kQuery = 300, kSource = 333, kDim = 32;
 
 struct Problem {
-  std::vector<float> q, k, v, out, lse, entropy, top, received, sums, most, rows, dq, dk, dv, bias, dbias, terms, row_max, row_scale;
+  std::vector<float> q, k, v, out, lse, entropy, top, received, sums, most, rows, dq, dk, dv, bias, dbias, terms,
+      row_max, row_scale;
   std::vector<int64_t> sources;
   std::vector<int32_t> start, stop, query_edges, source_edges;
   int64_t query;
@@ -29,7 +30,8 @@ struct Problem {
     };
     const int64_t rows_all = kBatch * kHead * query;
     fill(q, rows_all * kDim), fill(k, kHead * kSource * kDim), fill(v, kHead * kSource * kDim);
-    out.resize(q.size()), dq.resize(q.size()), bias.resize(query * kSource), dbias.resize(bias.size()), terms.resize(rows_all), dk.resize(k.size()), dv.resize(v.size());
+    out.resize(q.size()), dq.resize(q.size()), bias.resize(query * kSource), dbias.resize(bias.size()),
+        terms.resize(rows_all), dk.resize(k.size()), dv.resize(v.size());
     lse.resize(rows_all), entropy.resize(rows_all), row_max.resize(rows_all), row_scale.resize(rows_all);
     top.resize(rows_all * 3), sources.resize(rows_all * 3);
     received.resize(4 * kHead * kSource), sums.resize(4 * kHead * 9), most.resize(4 * kHead * 9);
@@ -47,7 +49,8 @@ struct Problem {
     };
     work.q = view(q, query), work.k = view(k, kSource), work.v = view(v, kSource), work.out = view(out, query);
     work.mask.start = start.data(), work.mask.stop = stop.data(), work.mask.ranges = 1;
-    work.lse = lse.data(), work.entropy = entropy.data(), work.row_max = row_max.data(), work.row_scale = row_scale.data();
+    work.lse = lse.data(), work.entropy = entropy.data(), work.row_max = row_max.data(),
+    work.row_scale = row_scale.data();
     work.top = 3, work.top_weights = top.data(), work.top_sources = sources.data();
     work.slots = 4, work.received = received.data(), work.query_cells = work.source_cells = 3;
     work.query_edges = query_edges.data(), work.source_edges = source_edges.data();

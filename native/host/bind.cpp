@@ -246,8 +246,8 @@ struct Plain : Call {
   nb::object context;
 
   Plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, float scale, nb::object context)
-      : Call(q.type, q.place, q.shape, q.stride, k.place, k.shape, k.stride, v.place, v.shape, v.stride,
-             out.place, out.stride, scale),
+      : Call(q.type, q.place, q.shape, q.stride, k.place, k.shape, k.stride, v.place, v.shape, v.stride, out.place,
+             out.stride, scale),
         context(std::move(context)) {}
 };
 

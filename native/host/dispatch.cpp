@@ -214,7 +214,8 @@ bool reads_more(const Forward& call) {
 }
 
 // K or V with neighbouring sources side by side; null where memory ran out.
-std::unique_ptr<uint32_t[]> pack(const Kernel& kernel, const Forward& call, const View& view, int64_t width, int threads) {
+std::unique_ptr<uint32_t[]> pack(const Kernel& kernel, const Forward& call, const View& view, int64_t width,
+                                 int threads) {
   const int64_t heads = call.batch * call.source_head;
   const int64_t size = heads * ((call.source + 1) / 2) * width;
   std::unique_ptr<uint32_t[]> packed(new (std::nothrow) uint32_t[(size_t)size + 1]);

@@ -61,7 +61,7 @@ struct Forward {
   float* row_scale;  // query, and one over the sum of exp(score - row_max), 0 for an empty row
   float* entropy;
   int64_t top;
-  float* top_weights;    // (batch, head, query_total, top)
+  float* top_weights;  // (batch, head, query_total, top)
   int64_t* top_sources;
   float* distance;
   int64_t distance_offset;  // position of query 0 among the sources
@@ -69,15 +69,15 @@ struct Forward {
   float* mass;
   const int32_t* row_of;  // (query_total,): the row of `rows` that a query fills, or -1
   int64_t row_count;
-  float* rows;            // (batch, head, row_count, source)
+  float* rows;  // (batch, head, row_count, source)
 
   // Sums over queries go to a slot of their own, so that no result hangs on the threads' pace.
   int64_t slots;
-  float* received;        // (slots, batch, head, source)
+  float* received;  // (slots, batch, head, source)
   int64_t query_cells, source_cells;
   const int32_t* query_edges;   // (query_cells + 1,), ascending positions
   const int32_t* source_edges;  // (source_cells + 1,)
-  float* cell_sum;        // (slots, batch, head, query_cells, source_cells)
+  float* cell_sum;              // (slots, batch, head, query_cells, source_cells)
   float* cell_max;
 
   const uint32_t* packed_v;  // (batch, source_head, pairs of sources, value_dim), made by pack_sources
@@ -105,7 +105,7 @@ struct Readings {
   const float* rows;      // (batch, head, row_count, source), of the queries in `row_of`
   const float* cells;     // (batch, head, query_cells, source_cells), of the sums of weights
   int64_t top_count;
-  const float* top;              // (batch, head, query_total, top_count)
+  const float* top;  // (batch, head, query_total, top_count)
   const int64_t* top_sources;
 };
 
@@ -124,7 +124,7 @@ struct Backward {
   // Per (batch, head, query_total), or null: sum_j weight_j * gradient of weight_j, of the readings. The
   // kernel adds what `received`, `rows` and `cells` are worth.
   float* row_terms;
-  Type type;        // of dq, dk and dv
+  Type type;  // of dq, dk and dv
   View dq, dk, dv;
   Sums dbias;
 

@@ -15,7 +15,7 @@ struct Vec {
   static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
   static constexpr int vectors = 3, wide = 6;
   static constexpr int together = 3;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 2;  // vectors of features in the outer-product kernel
+  static constexpr int outer = 2;     // vectors of features in the outer-product kernel
   using f = __m256;
   using i = __m256i;
 

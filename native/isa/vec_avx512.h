@@ -11,11 +11,11 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 16;
-  static constexpr int rows = 4;     // of the micro-kernels
+  static constexpr int rows = 4;  // of the micro-kernels
   static constexpr int rows_by_one = 8, rows_by_two = 8, rows_by_four = 4;
   static constexpr int vectors = 3, wide = 4;
   static constexpr int together = 4;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 4;  // vectors of features in the outer-product kernel
+  static constexpr int outer = 4;     // vectors of features in the outer-product kernel
   using f = __m512;
   using i = __m512i;
 
@@ -46,8 +46,10 @@ struct Vec {
       const f cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
       quarter[k] = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     }
-    const f low = add(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x44), _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xee));
-    const f high = add(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x44), _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xee));
+    const f low =
+        add(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x44), _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xee));
+    const f high =
+        add(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x44), _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xee));
     return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
@@ -102,7 +104,8 @@ struct Vec {
     }
     for (int k = 0; k < 4; ++k) {  // b[4 r + k] holds, of rows 4 r .. 4 r + 3, the columns k, k + 4, k + 8, k + 12
       const f low = _mm512_shuffle_f32x4(b[k], b[k + 4], 0x44), high = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0x44);
-      const f low2 = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xee), high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xee);
+      const f low2 = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xee),
+              high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xee);
       store(to + k * to_stride, _mm512_shuffle_f32x4(low, high, 0x88));
       store(to + (k + 4) * to_stride, _mm512_shuffle_f32x4(low, high, 0xdd));
       store(to + (k + 8) * to_stride, _mm512_shuffle_f32x4(low2, high2, 0x88));
@@ -136,8 +139,8 @@ struct Vec {
   }
   // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
   static f pair_of(f low, f high) {
-    const __m512i order = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
   }
   static void store_pair(uint32_t* p, f low, f high) { store((float*)p, pair_of(low, high)); }

@@ -16,7 +16,7 @@ struct Vec {
   static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
   static constexpr int vectors = 3, wide = 3;
   static constexpr int together = 3;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 2;  // vectors of features in the outer-product kernel
+  static constexpr int outer = 2;     // vectors of features in the outer-product kernel
   typedef float f __attribute__((vector_size(16)));
   typedef int32_t i __attribute__((vector_size(16)));
 
@@ -92,7 +92,7 @@ struct Vec {
     const f p = power_of_fraction<Vec>(r);
     i n, exponent;
     std::memcpy(&n, &shifted, 16);
-    n = (n << 9) >> 9;  // the low 23 bits, signed
+    n = (n << 9) >> 9;           // the low 23 bits, signed
     exponent = (n + 127) << 23;  // 0 for n = -127, infinity for 128
     f power;
     std::memcpy(&power, &exponent, 16);

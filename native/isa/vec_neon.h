@@ -16,7 +16,7 @@ struct Vec {
   static constexpr int rows_by_one = 16, rows_by_two = 12, rows_by_four = 6;
   static constexpr int vectors = 3, wide = 4;
   static constexpr int together = 4;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 4;  // vectors of features in the outer-product kernel
+  static constexpr int outer = 4;     // vectors of features in the outer-product kernel
   using f = float32x4_t;
   using i = int32x4_t;
 
@@ -41,9 +41,7 @@ struct Vec {
   static float sum(f x) { return vaddvq_f32(x); }
 
   // lane k of the result is the sum of the k-th vector
-  static f sum_each(const f* rows) {
-    return vpaddq_f32(vpaddq_f32(rows[0], rows[1]), vpaddq_f32(rows[2], rows[3]));
-  }
+  static f sum_each(const f* rows) { return vpaddq_f32(vpaddq_f32(rows[0], rows[1]), vpaddq_f32(rows[2], rows[3])); }
 
   // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`:
   // scalars, since no vector of NEON multiplies 64 bits
@@ -78,8 +76,10 @@ struct Vec {
   template <class Row>
   static void transpose(Row row, float* to, int64_t to_stride) {
     const f a = row(0), b = row(1), c = row(2), d = row(3);
-    const float64x2_t ab_even = vreinterpretq_f64_f32(vtrn1q_f32(a, b)), ab_odd = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
-    const float64x2_t cd_even = vreinterpretq_f64_f32(vtrn1q_f32(c, d)), cd_odd = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
+    const float64x2_t ab_even = vreinterpretq_f64_f32(vtrn1q_f32(a, b)),
+                      ab_odd = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
+    const float64x2_t cd_even = vreinterpretq_f64_f32(vtrn1q_f32(c, d)),
+                      cd_odd = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
     store(to, vreinterpretq_f32_f64(vtrn1q_f64(ab_even, cd_even)));
     store(to + to_stride, vreinterpretq_f32_f64(vtrn1q_f64(ab_odd, cd_odd)));
     store(to + 2 * to_stride, vreinterpretq_f32_f64(vtrn2q_f64(ab_even, cd_even)));

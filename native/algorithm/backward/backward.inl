@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kGroup = 8;  // sources whose scores stay in the first cache on their way to weights
 
-void write_row(const View& view, Type type, int64_t batch, int64_t head, int64_t position, const float* row, int64_t width) {
+void write_row(const View& view, Type type, int64_t batch, int64_t head, int64_t position, const float* row,
+               int64_t width) {
   auto* to = (char*)at(view, type, batch, head, position);
   if (type == Type::f32) std::memcpy(to, row, sizeof(float) * width);
   else to_halves(row, width, type, (uint16_t*)to);
@@ -35,7 +36,8 @@ struct Share {
   // Handles the first source and the number of sources of each tile.
   template <class Do>
   void each_tile(Do handle) {
-    for (int64_t from = slot * kTile; from < call.source; from += kTile * work.slots) handle(from, min(kTile, call.source - from));
+    for (int64_t from = slot * kTile; from < call.source; from += kTile * work.slots)
+      handle(from, min(kTile, call.source - from));
   }
 
   // Rows in fp32 that fill whole vectors and lie side by side are added up where they go.
@@ -48,7 +50,8 @@ struct Share {
     dk = direct ? (float*)at(work.dk, work.type, batch, source_head, 0) : own_dk;
     dv = direct ? (float*)at(work.dv, work.type, batch, source_head, 0) : own_dv;
     const int64_t rows_all = direct ? call.source : size;
-    std::memset(dk, 0, sizeof(float) * rows_all * key_width), std::memset(dv, 0, sizeof(float) * rows_all * value_width);
+    std::memset(dk, 0, sizeof(float) * rows_all * key_width),
+        std::memset(dv, 0, sizeof(float) * rows_all * value_width);
     finite_keys = true;
     if (!call.mask.start && !call.mask.bytes && !call.bias.data) return;  // nothing is blocked
     each_tile([&](int64_t from, int64_t n) {
@@ -93,12 +96,13 @@ struct Gradient {
   int part_count;
   int64_t expected;  // rows asked for ahead
 
-  Gradient(Share& share, Arena arena) : share(share), work(share.work), call(work.forward), changes(work, arena),
-        kept(call.dropout, lanes, arena) {
+  Gradient(Share& share, Arena arena)
+      : share(share), work(share.work), call(work.forward), changes(work, arena), kept(call.dropout, lanes, arena) {
     plain = is_plain(call), pairs = work.packed_k != nullptr;
     more = call.softcap != 0 || work.dbias.data || changes.any() || kept.some_dropped();
     packed_q = arena.take<float>(call.head_dim * lanes), packed_grad = arena.take<float>(call.value_dim * lanes);
-    rows_q.own = arena.take<float>(share.key_width * lanes), rows_grad.own = arena.take<float>(share.value_width * lanes);
+    rows_q.own = arena.take<float>(share.key_width * lanes),
+    rows_grad.own = arena.take<float>(share.value_width * lanes);
     scores = arena.take<float>(kTile * lanes), grads = arena.take<float>(kTile * lanes);
     slope = arena.take<float>(call.softcap != 0 ? kTile * lanes : 0);
     bias_tile = arena.take<float>(call.bias.data ? kTile * lanes : 0);
@@ -110,7 +114,8 @@ struct Gradient {
     grad_pairs = arena.take<uint32_t>(pairs ? kTile / 2 * lanes : 0);
     short_weights = arena.take<uint16_t>(pairs ? kTile * lanes : 0);
     short_grads = arena.take<uint16_t>(pairs ? kTile * lanes : 0);
-    convert_k = arena.take<float>(kTile * max(call.head_dim, call.value_dim)), convert_v = arena.take<float>(kTile * call.value_dim);
+    convert_k = arena.take<float>(kTile * max(call.head_dim, call.value_dim)),
+    convert_v = arena.take<float>(kTile * call.value_dim);
     used = arena.used;
   }
   size_t used;
@@ -210,7 +215,7 @@ struct Gradient {
   void differentiate(float* x, float* g, int64_t n, const uint64_t* allowed) const {
     const f scale = Vec::set1(call.scale), in = scale_in();
     for (int64_t s = 0; s < n; ++s)
-      CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) {
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < W; ++j) {
         float *score = x + (s * W + j) * N, *grad = g + (s * W + j) * N;
         const f below = Vec::fms(Vec::load(score), in, Vec::load(row_max + j * N));
         const f weight = Vec::mul(exp_of(below), Vec::load(row_scale + j * N));
@@ -312,7 +317,8 @@ struct Gradient {
       dot(call.k, k, from, s, m, part, call.head_dim, packed_q, pairs_q.by_feature, x);
       dot(call.v, v, from, s, m, part, call.value_dim, packed_grad, pairs_grad.by_feature, g);
       if (!plain || more)
-        edit<W>(call, x, m, bias_tile + (call.bias.data ? offset : 0), masked ? bits + s : nullptr, call.softcap != 0 ? slope + offset : nullptr);
+        edit<W>(call, x, m, bias_tile + (call.bias.data ? offset : 0), masked ? bits + s : nullptr,
+                call.softcap != 0 ? slope + offset : nullptr);
       if (more) return;
       if (masked) weigh<true>(x, g, s, m, in_pairs);
       else weigh<false>(x, g, s, m, in_pairs);
@@ -334,8 +340,10 @@ struct Gradient {
     const int64_t place = share.place(from);
     for (int p = 0; p < part_count; ++p) {
       const int64_t row = place + parts[p].first;
-      add_to_sources(parts[p], scores, short_weights, rows_grad, pairs_grad.by_query, share.value_width, share.dv + row * share.value_width);
-      add_to_sources(parts[p], grads, short_grads, rows_q, pairs_q.by_query, share.key_width, share.dk + row * share.key_width);
+      add_to_sources(parts[p], scores, short_weights, rows_grad, pairs_grad.by_query, share.value_width,
+                     share.dv + row * share.value_width);
+      add_to_sources(parts[p], grads, short_grads, rows_q, pairs_q.by_query, share.key_width,
+                     share.dk + row * share.key_width);
     }
   }
 
@@ -343,11 +351,13 @@ struct Gradient {
   template <class Do>
   void each_group(Do handle) const {
     for (int p = 0; p < part_count; ++p)
-      for (int64_t s = parts[p].first; s < parts[p].last; s += kGroup) handle(parts[p], s, min(kGroup, parts[p].last - s));
+      for (int64_t s = parts[p].first; s < parts[p].last; s += kGroup)
+        handle(parts[p], s, min(kGroup, parts[p].last - s));
   }
 
   template <class E>
-  void mix(const Part& part, const typename E::scalar* k, int64_t stride, int64_t n, const typename E::packed* weights) {
+  void mix(const Part& part, const typename E::scalar* k, int64_t stride, int64_t n,
+           const typename E::packed* weights) {
     const int64_t lane = part.begin * N;
     with_vectors<W>(part.end - part.begin, [&](auto vectors) {
       mix_part<E, decltype(vectors)::value>(k, stride, n, weights + lane, lanes, ones + lane, call.head_dim, dq + lane);
@@ -383,7 +393,8 @@ struct Gradient {
     const auto* k = (const uint16_t*)(work.packed_k + row * call.head_dim);
     for (int p = 0; p < part_count; ++p) {
       const int64_t s = parts[p].first;
-      mix<Pair>(parts[p], k + s * call.head_dim, 2 * call.head_dim, (parts[p].last - s + 1) / 2, grad_pairs + s / 2 * lanes);
+      mix<Pair>(parts[p], k + s * call.head_dim, 2 * call.head_dim, (parts[p].last - s + 1) / 2,
+                grad_pairs + s / 2 * lanes);
     }
   }
 
@@ -393,9 +404,9 @@ struct Gradient {
   void differentiate_pairs(const float* x, const float* g, int64_t s, int64_t n) const {
     const f scale = Vec::set1(call.scale), in = Vec::mul(scale_in(), Vec::set1(kLog2e));
     for (int64_t i = 0; i < n; i += 2)
-      CLEARHEAD_UNROLL for (int j = 0; j < W; ++j) {
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < W; ++j) {
         f weight[2] = {Vec::zero(), Vec::zero()}, grad[2] = {Vec::zero(), Vec::zero()};
-        CLEARHEAD_UNROLL for (int k = 0; k < 2; ++k) {
+        CLEARHEAD_UNROLL_FOR (int k = 0; k < 2; ++k) {
           if (k == 1 && i + 1 == n) continue;
           const int64_t at = ((i + k) * W + j) * N;
           const f below = Vec::fms(Vec::load(x + at), in, Vec::load(shift + j * N));
@@ -432,7 +443,8 @@ struct Gradient {
   // `bias_tile` holds the gradients of the scores; what the bias broadcasts over is summed.
   void add_bias(int64_t from, int64_t n) {
     const Sums& to = work.dbias;
-    float* base = to.data + share.slot * to.slot + share.batch * to.batch + head * to.head + first * to.query + from * to.source;
+    float* base =
+        to.data + share.slot * to.slot + share.batch * to.batch + head * to.head + first * to.query + from * to.source;
     if (to.query) {
       for (int64_t lane = 0; lane < count; ++lane)
         for (int64_t s = 0; s < n; ++s) base[lane * to.query + s * to.source] += bias_tile[s * lanes + lane];
@@ -571,7 +583,8 @@ void backward_rows(const Backward& work, int64_t item, char* scratch) {
   const Forward& call = work.forward;
   Arena arena{scratch};
   Share share(work, 0, arena);
-  const int64_t blocks = (call.query + kMaxLanes - 1) / kMaxLanes, row = item / blocks, first = item % blocks * kMaxLanes;
+  const int64_t blocks = (call.query + kMaxLanes - 1) / kMaxLanes, row = item / blocks,
+                first = item % blocks * kMaxLanes;
   const int64_t head = row % call.head;
   share.batch = row / call.head, share.source_head = head / (call.head / call.source_head);
   each_block(share, arena, head, first, min(first + kMaxLanes, call.query), [](auto& block) { block.add_row_terms(); });

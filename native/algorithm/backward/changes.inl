@@ -44,7 +44,8 @@ struct Changes {
     }
     for (int64_t m = 0; m < given.mass_count; ++m) {
       ranges[m] = ranges_of(given.masses[m].edges, batch, head, first, count, lanes, call.source);
-      for (int64_t lane = 0; lane < lanes; ++lane) mass[m * lanes + lane] = lane < count ? given.masses[m].change[row(lane)] : 0;
+      for (int64_t lane = 0; lane < lanes; ++lane)
+        mass[m * lanes + lane] = lane < count ? given.masses[m].change[row(lane)] : 0;
     }
   }
 

@@ -11,18 +11,18 @@ template <class E, int R, int V>
 inline void outer_rows(const typename E::scalar* weights, int64_t weight_stride, const typename E::packed* rows,
                        int64_t row_stride, int64_t count, float* to, int64_t to_stride) {
   f sum[R][V];
-  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
+  CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
   for (int64_t q = 0; q < count; ++q) {
     typename E::vec row[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) row[j] = E::load(rows + q * row_stride + j * N);
-    CLEARHEAD_UNROLL for (int r = 0; r < R; ++r) {
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) row[j] = E::load(rows + q * row_stride + j * N);
+    CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r) {
       const typename E::vec x = E::broadcast(weights + r * weight_stride + q * E::step);
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, row[j], sum[r][j]);
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, row[j], sum[r][j]);
     }
   }
-  CLEARHEAD_UNROLL for (int r = 0; r < R; ++r)
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+  CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) {
       float* place = to + r * to_stride + j * N;
       Vec::store(place, Vec::add(Vec::load(place), sum[r][j]));
     }
@@ -33,11 +33,14 @@ void outer_columns(const typename E::scalar* weights, int64_t weight_stride, int
                    const typename E::packed* rows, int64_t row_stride, int64_t count, float* to, int64_t to_stride) {
   int64_t s = 0;
   for (; s + 6 <= sources; s += 6)
-    outer_rows<E, 6, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride, to_stride);
+    outer_rows<E, 6, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride,
+                        to_stride);
   for (; s + 2 <= sources; s += 2)
-    outer_rows<E, 2, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride, to_stride);
+    outer_rows<E, 2, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride,
+                        to_stride);
   if (s < sources)
-    outer_rows<E, 1, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride, to_stride);
+    outer_rows<E, 1, V>(weights + s * weight_stride, weight_stride, rows, row_stride, count, to + s * to_stride,
+                        to_stride);
 }
 
 // `width` is a multiple of the lanes
@@ -93,7 +96,8 @@ struct Paired {
 
   void take(Arena& arena, int64_t lanes, int64_t width, bool used) {
     const int64_t size = used ? lanes * padded(width) : 0;
-    rows = arena.take<uint16_t>(size), by_feature = arena.take<uint32_t>(size / 2), by_query = arena.take<uint32_t>(size / 2);
+    rows = arena.take<uint16_t>(size), by_feature = arena.take<uint32_t>(size / 2),
+    by_query = arena.take<uint32_t>(size / 2);
   }
 
   // Says whether all numbers are finite.

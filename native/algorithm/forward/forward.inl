@@ -83,7 +83,8 @@ struct Block {
 
   void start() {
     const float sign = plain && call.scale < 0 ? -1.f : 1.f;
-    if (pairs) pack_pairs(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed_pairs);
+    if (pairs)
+      pack_pairs(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed_pairs);
     else pack_floats(call.q, call.type, batch, head, first, count, lanes, call.head_dim, sign, convert, packed);
     kept.start(row(0), call.source, lanes);
     float sink = -FLT_MAX, weight = 0;
@@ -199,10 +200,10 @@ struct Block {
   template <int V>
   static void find_most(const float* tile, int64_t n, float* most) {
     f now[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) now[j] = Vec::load(most + j * N);
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) now[j] = Vec::load(most + j * N);
     for (int64_t s = 0; s < n; ++s, tile += lanes)
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) now[j] = Vec::max(Vec::load(tile + j * N), now[j]);
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) Vec::store(most + j * N, now[j]);
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) now[j] = Vec::max(Vec::load(tile + j * N), now[j]);
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) Vec::store(most + j * N, now[j]);
   }
 
   // Weights of scores, in place or as pairs of sources, or both.
@@ -212,7 +213,7 @@ struct Block {
     constexpr int step = E::step;
     const f factor = Vec::set1(unit);
     f now[V], sum[V], more[V];
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) {
       now[j] = Vec::load(most + j * N), sum[j] = Vec::load(total + j * N);
       if (entropy) more[j] = Vec::load(spread + j * N);
     }
@@ -226,13 +227,13 @@ struct Block {
     };
     int64_t s = 0;
     for (; s + step <= n; s += step, tile += step * lanes, to_pairs += (step - 1) * lanes)
-      CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+      CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) {
         const f weight = weigh(tile + j * N, j);
         if constexpr (step == 2) E::pack(to_pairs + j * N, weight, weigh(tile + lanes + j * N, j));
       }
     if constexpr (step == 2)
       for (int j = 0; s < n && j < V; ++j) E::pack(to_pairs + j * N, weigh(tile + j * N, j), Vec::zero());
-    CLEARHEAD_UNROLL for (int j = 0; j < V; ++j) {
+    CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) {
       Vec::store(total + j * N, sum[j]);
       if (entropy) Vec::store(spread + j * N, more[j]);
     }
@@ -256,7 +257,8 @@ struct Block {
       const f drop = Vec::sub(old, now);
       const f shrink = exp_in_unit(drop);
       if (entropy) {
-        const f moved = Vec::fma(Vec::max(Vec::set1(-1000.f), drop), Vec::load(row_sum + at), Vec::load(neg_entropy + at));
+        const f moved =
+            Vec::fma(Vec::max(Vec::set1(-1000.f), drop), Vec::load(row_sum + at), Vec::load(neg_entropy + at));
         Vec::store(neg_entropy + at, Vec::mul(moved, shrink));
       }
       Vec::store(rescale + at, shrink), Vec::store(row_max + at, now);
@@ -308,7 +310,7 @@ struct Block {
       if (!Vec::greater(score, scores[kShortTop - 1])) continue;
       f source = Vec::same_bits((int32_t)(tile_begin + s));
       uint64_t moved = 0;  // below the place of the new score all move down, ties included
-      CLEARHEAD_UNROLL for (int k = 0; k < kShortTop; ++k) {
+      CLEARHEAD_UNROLL_FOR (int k = 0; k < kShortTop; ++k) {
         moved |= Vec::greater(score, scores[k]);
         const f old_score = scores[k], old_source = sources[k];
         scores[k] = Vec::select(moved, score, old_score), sources[k] = Vec::select(moved, source, old_source);
@@ -361,7 +363,8 @@ struct Block {
     if (!ranges.count && !same) expect_sources(other, 0, call.source);
     for (int64_t r = 0; r < ranges.count; ++r) {
       const int64_t place = next.batch * call.mask.range_batch + next.head * call.mask.range_head + next.first;
-      expect_sources(other, call.mask.start[r * call.mask.range_step + place], same ? ranges.all[r].first : call.source);
+      expect_sources(other, call.mask.start[r * call.mask.range_step + place],
+                     same ? ranges.all[r].first : call.source);
     }
   }
 
@@ -371,11 +374,13 @@ struct Block {
     if (begin >= end) return;
     expect(call.k, next.batch, head, begin, end, call.head_dim, false);
     if (!call.packed_v) return expect(call.v, next.batch, head, begin, end, call.value_dim, false);
-    ahead.add((const char*)packed_values(next.batch, head, begin), call.value_dim * 4, (end - begin) / 2, call.value_dim * 4, false);
+    ahead.add((const char*)packed_values(next.batch, head, begin), call.value_dim * 4, (end - begin) / 2,
+              call.value_dim * 4, false);
   }
 
   const uint32_t* packed_values(int64_t batch, int64_t source_head, int64_t from) const {
-    return call.packed_v + ((batch * call.source_head + source_head) * ((call.source + 1) / 2) + from / 2) * call.value_dim;
+    return call.packed_v +
+           ((batch * call.source_head + source_head) * ((call.source + 1) / 2) + from / 2) * call.value_dim;
   }
 
   void tile(int64_t from, int64_t n, Tile kind) {
@@ -386,7 +391,8 @@ struct Block {
     else if (kind == Tile::partial) block(here, from, n);
     const bool rest = (kind == Tile::partial || used < W) && (strip || call.top);
     if (rest) fill_rest(here, n, -INFINITY);
-    if (call.entropy) soften<true>(here, n); else soften<false>(here, n);
+    if (call.entropy) soften<true>(here, n);
+    else soften<false>(here, n);
     mix(kept.some_dropped() ? drop(here, from, n) : here, from, n, kind);
     if (rest) fill_rest(here, n, 0);
     if (strip) {
@@ -402,7 +408,8 @@ struct Block {
       for (int64_t s = parts[p].first; s < parts[p].last; ++s)
         for (int j = parts[p].begin; j < parts[p].end; ++j) {
           const int64_t place = (s * W + j) * N;
-          Vec::store(kept_weights + place, Vec::select(kept.bits(j * N, from + s), Vec::load(weights + place), Vec::zero()));
+          Vec::store(kept_weights + place,
+                     Vec::select(kept.bits(j * N, from + s), Vec::load(weights + place), Vec::zero()));
         }
     if (pairs) pair_weights(kept_weights, n);
     return kept_weights;
@@ -423,12 +430,14 @@ struct Block {
   }
 
   template <class E>
-  void dot_parts(const typename E::scalar* rows, int64_t stride, const typename E::packed* queries, int64_t depth, float* here) {
+  void dot_parts(const typename E::scalar* rows, int64_t stride, const typename E::packed* queries, int64_t depth,
+                 float* here) {
     for (int p = 0; p < part_count; ++p)
       with_vectors<kMost>(parts[p].end - parts[p].begin, [&](auto vectors) {
         const int64_t at = parts[p].begin * N;
         in_chunks<vectors>(parts[p].first, parts[p].last, [&](int64_t first, int64_t last) {
-          dot_part<E, vectors>(rows + first * stride, stride, last - first, queries + at, lanes, depth, here + first * lanes + at);
+          dot_part<E, vectors>(rows + first * stride, stride, last - first, queries + at, lanes, depth,
+                               here + first * lanes + at);
         });
       });
   }
@@ -441,19 +450,21 @@ struct Block {
     std::memcpy(factor, rescale, sizeof factor);
     for (int p = 0; p < part_count; ++p)
       with_vectors<kMost>(parts[p].end - parts[p].begin, [&](auto vectors) {
-        const int64_t first = parts[p].first / E::step, last = (parts[p].last + E::step - 1) / E::step, at = parts[p].begin * N;
+        const int64_t first = parts[p].first / E::step, last = (parts[p].last + E::step - 1) / E::step,
+                      at = parts[p].begin * N;
         const uint32_t mine = low_bits(parts[p].end) & ~low_bits(parts[p].begin);
         const bool fresh = !allowed && !(begun & mine);
         if (!fresh) begin_context(mine);
         begun |= mine;
         if constexpr (E::step == 1)
           if (allowed)
-            mix_selected_part(values + first * stride, stride, last - first, weights + first * lanes + at, lanes, vectors,
-                              allowed + first, parts[p].begin, factor + at, call.value_dim, out + at);
+            mix_selected_part(values + first * stride, stride, last - first, weights + first * lanes + at, lanes,
+                              vectors, allowed + first, parts[p].begin, factor + at, call.value_dim, out + at);
         if (!allowed)
           in_chunks<vectors>(0, call.value_dim, [&](int64_t begin, int64_t end) {
-            mix_part<E, vectors>(values + first * stride + begin * E::step, stride, last - first, weights + first * lanes + at,
-                                 lanes, fresh ? nullptr : factor + at, end - begin, out + begin * lanes + at);
+            mix_part<E, vectors>(values + first * stride + begin * E::step, stride, last - first,
+                                 weights + first * lanes + at, lanes, fresh ? nullptr : factor + at, end - begin,
+                                 out + begin * lanes + at);
           });
         for (int64_t lane = at; lane < parts[p].end * N; ++lane) factor[lane] = 1;
       });
@@ -486,7 +497,8 @@ struct Block {
       for (int64_t s = parts[p].first; s < parts[p].last; s += 2)
         for (int j = parts[p].begin; j < parts[p].end; ++j) {
           const float* low = weights + (s * W + j) * N;
-          Vec::store_pair(weight_pairs + (s / 2 * W + j) * N, Vec::load(low), s + 1 < n ? Vec::load(low + lanes) : Vec::zero());
+          Vec::store_pair(weight_pairs + (s / 2 * W + j) * N, Vec::load(low),
+                          s + 1 < n ? Vec::load(low + lanes) : Vec::zero());
         }
   }
 
@@ -530,7 +542,7 @@ struct Block {
     const int64_t count = call.value_dim * W;
     int64_t i = 0;
     for (; i + 4 <= count; i += 4)
-      CLEARHEAD_UNROLL for (int k = 0; k < 4; ++k) sum[k] = Vec::fma(Vec::load(out + (i + k) * N), Vec::zero(), sum[k]);
+      CLEARHEAD_UNROLL_FOR (int k = 0; k < 4; ++k) sum[k] = Vec::fma(Vec::load(out + (i + k) * N), Vec::zero(), sum[k]);
     for (; i < count; ++i) sum[0] = Vec::fma(Vec::load(out + i * N), Vec::zero(), sum[0]);
     return !Vec::not_finite(Vec::add(Vec::add(sum[0], sum[1]), Vec::add(sum[2], sum[3])));
   }
@@ -549,7 +561,8 @@ struct Block {
     for (int64_t lane = 0; lane < count; ++lane) {
       bool seen = !ranges.count;
       for (int64_t r = 0; r < ranges.count; ++r) seen |= ranges.all[r].start[lane] < ranges.all[r].stop[lane];
-      bad |= is_odd_row(call, (float)(row_max[lane] * natural), row_sum[lane], seen && !call.mask.bytes && !call.bias.data);
+      bad |= is_odd_row(call, (float)(row_max[lane] * natural), row_sum[lane],
+                        seen && !call.mask.bytes && !call.bias.data);
     }
     return bad;
   }
@@ -579,12 +592,12 @@ struct Block {
       transpose_whole(call.value_dim, count, scaled, (float*)to, stride);
 #ifdef CLEARHEAD_DOTS
     else if (whole && call.type == Type::bf16 && call.value_dim % (2 * N) == 0 && stride % 2 == 0)
-      transpose_whole(call.value_dim / 2, count, [=](int64_t i, int64_t lane) {
-        return Vec::pair_of(scaled(2 * i, lane), scaled(2 * i + 1, lane));
-      }, (float*)to, stride / 2);
+      transpose_whole(
+          call.value_dim / 2, count,
+          [=](int64_t i, int64_t lane) { return Vec::pair_of(scaled(2 * i, lane), scaled(2 * i + 1, lane)); },
+          (float*)to, stride / 2);
 #endif
-    else
-      write_rows_of_context(scaled);
+    else write_rows_of_context(scaled);
     const int64_t size = call.type == Type::f32 ? 4 : 2;
     for (int64_t lane = 0; lane < count; ++lane)
       if (row_sum[lane] == 0) std::memset(to + lane * stride * size, 0, size * call.value_dim);
@@ -599,7 +612,8 @@ struct Block {
     const int64_t stride = direct ? call.out.position : call.value_dim;
     transpose(out, lanes, call.value_dim, count, rows, stride);
     for (int64_t lane = 0; lane < count && !direct; ++lane)
-      to_halves(rows + lane * stride, call.value_dim, call.type, (uint16_t*)at(call.out, call.type, batch, head, first + lane));
+      to_halves(rows + lane * stride, call.value_dim, call.type,
+                (uint16_t*)at(call.out, call.type, batch, head, first + lane));
   }
 
   void write_statistics() {
@@ -627,7 +641,8 @@ struct Block {
     for (int64_t k = 0; k < call.top; ++k) {
       float weight[lanes];
       for (int j = 0; j < W; ++j) {
-        const f below = Vec::fms(Vec::load(top_scores + k * lanes + j * N), Vec::set1(unit), Vec::load(row_max + j * N));
+        const f below =
+            Vec::fms(Vec::load(top_scores + k * lanes + j * N), Vec::set1(unit), Vec::load(row_max + j * N));
         Vec::store(weight + j * N, Vec::mul(exp_in_unit(below), Vec::load(rescale + j * N)));  // NaN in a poisoned row
       }
       for (int64_t lane = 0; lane < count; ++lane) {
@@ -690,7 +705,9 @@ struct Block {
   // What a tile's sources received from these queries, and its share of the block map's cells.
   template <bool received, bool cells>
   int64_t survey(const float* weights, const float* factor, int64_t t, int64_t cell, float* sum, float* most) {
-    float* to = received ? call.received + ((slot * call.batch + batch) * call.head + head) * call.source + tile_first[t] : nullptr;
+    float* to = received
+                    ? call.received + ((slot * call.batch + batch) * call.head + head) * call.source + tile_first[t]
+                    : nullptr;
     f partial[kTile];
     int64_t s = 0;
     while (s < tile_count[t]) {
@@ -750,7 +767,8 @@ struct Block {
   void add_mass(const float* weights, int64_t t, float* mass) {
     const Ranges ranges = ranges_of(call.mass_edges, batch, head, first, count, lanes, call.source);
     uint64_t edges[kTile];
-    const Tile kind = tile_bits<W>(call.mass_edges, ranges, batch, head, first, count, tile_first[t], tile_count[t], edges);
+    const Tile kind =
+        tile_bits<W>(call.mass_edges, ranges, batch, head, first, count, tile_first[t], tile_count[t], edges);
     if (kind == Tile::empty) return;
     for (int64_t s = 0; s < tile_count[t]; ++s)
       for (int j = 0; j < W; ++j) {
