@@ -9,20 +9,24 @@ namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-constexpr int64_t kTile = 64;  // sources a tile
-constexpr int kShortTop = 8;   // top lists up to this length stay in registers
+constexpr int64_t kTile = 64;  // sources in a tile
 constexpr int N = Vec::lanes;
-constexpr int kMaxLanes = Vec::vectors * N;
-constexpr int kWide = Vec::wide * N;  // queries a block of the forward
+constexpr int kWide = Vec::wide * N;         // queries in a block of the forward
+constexpr int kMaxLanes = Vec::vectors * N;  // and of the backward
 using f = Vec::f;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t padded(int64_t width) { return (width + N - 1) / N * N; }
+inline int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
+inline uint32_t low_bits(int64_t count) { return (1u << count) - 1; }
+inline uint64_t lane_mask(int64_t lanes) { return lanes >= 64 ? ~0ull : (1ull << lanes) - 1; }
+
 constexpr double kLog2eWide = 0x1.71547652b82fep0;
 constexpr float kLog2e = 0x1.715476p0f;
 inline f exp_of(f x) { return Vec::exp2(Vec::mul(x, Vec::set1(kLog2e))); }
 
-// Memory of one work item, handed out from one block; with no base it only counts.
+// The memory of one work item, handed out from one allocation; without a base it only counts the bytes.
 struct Arena {
   char* base;
   size_t used = 0;
@@ -33,6 +37,21 @@ struct Arena {
     return result;
   }
 };
+
+// A block of neighbouring queries of one head, one query in each lane.
+struct Queries {
+  const Forward& call;
+  int64_t batch, head, source_head, first, count;
+
+  // The query of a lane among all queries of the call, of which this part may hold only some
+  int64_t position(int64_t lane) const { return call.first_query + first + lane; }
+  // Its place in the results per query
+  int64_t row(int64_t lane) const { return (batch * call.head + head) * call.query_total + position(lane); }
+};
+
+inline Queries queries_of(const Forward& call, int64_t batch, int64_t head, int64_t first, int64_t count) {
+  return {call, batch, head, head / (call.head / call.source_head), first, count};
+}
 
 }  // namespace
 }  // namespace CLEARHEAD_ISA

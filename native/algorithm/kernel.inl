@@ -1,4 +1,4 @@
-// What one instruction set offers to dispatch.cpp, under its own name.
+// The kernels of one instruction set, under its own name, for dispatch.cpp.
 #define CLEARHEAD_JOIN_(a, b) a##b
 #define CLEARHEAD_JOIN(a, b) CLEARHEAD_JOIN_(a, b)
 #define CLEARHEAD_TEXT_(a) #a
@@ -15,12 +15,12 @@ const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_ISA::forward_scratch,   // forward_scratch
     CLEARHEAD_ISA::forward_item,      // forward
     CLEARHEAD_ISA::pack_sources,      // pack_sources
-    CLEARHEAD_ISA::is_few,            // is_few
-    CLEARHEAD_ISA::few_chunks,        // few_chunks
-    CLEARHEAD_ISA::few_partial,       // few_partial
-    CLEARHEAD_ISA::few_scratch,       // few_scratch
-    CLEARHEAD_ISA::few_item,          // few
-    CLEARHEAD_ISA::few_merge,         // few_merge
+    CLEARHEAD_ISA::is_decode,         // is_decode
+    CLEARHEAD_ISA::decode_chunks,     // decode_chunks
+    CLEARHEAD_ISA::decode_partial,    // decode_partial
+    CLEARHEAD_ISA::decode_scratch,    // decode_scratch
+    CLEARHEAD_ISA::decode_item,       // few
+    CLEARHEAD_ISA::decode_merge,      // decode_merge
     CLEARHEAD_ISA::backward_scratch,  // backward_scratch
     CLEARHEAD_ISA::backward_item,     // backward
     CLEARHEAD_ISA::backward_rows,     // backward_rows

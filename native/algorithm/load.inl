@@ -1,4 +1,4 @@
-// Rows in any strides and types as fp32, and numbers packed by lane. After common.inl.
+// Loads rows of any strides and type as fp32, and packs them by lane. After common.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -28,7 +28,7 @@ inline uint16_t to_half(float x, Type type) {
   const uint32_t size = bits & 0x7fffffff;
   if (size > 0x7f800000) return sign | 0x7e00;
   if (size >= 0x477ff000) return sign | 0x7c00;  // 65520 and above round to infinity
-  if (size < 0x38800000) {                       // subnormal: let fp32 addition do the rounding
+  if (size < 0x38800000) {                       // subnormal: an fp32 addition does the rounding
     float magnitude;
     std::memcpy(&magnitude, &size, 4);
     magnitude += 0.5f;
@@ -51,54 +51,16 @@ inline const char* at(const View& view, Type type, int64_t batch, int64_t head, 
 }
 
 template <int write>
-inline void expect_lines(const char* from, int64_t bytes) {
+inline void prefetch_lines(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, write, 2);
 }
 
 template <int write>
-inline void expect_row(const View& view, Type type, int64_t batch, int64_t head, int64_t position, int64_t width) {
-  expect_lines<write>(at(view, type, batch, head, position), width * (type == Type::f32 ? 4 : 2));
+inline void prefetch_row(const View& view, Type type, int64_t batch, int64_t head, int64_t position, int64_t width) {
+  prefetch_lines<write>(at(view, type, batch, head, position), width * (type == Type::f32 ? 4 : 2));
 }
 
-// Rows that will be read or written soon, asked for a few lines at a time: waiting for them when they
-// are needed, one cache miss after the other, would take as long as half a tile.
-struct Ahead {
-  struct Rows {
-    const char* data;
-    int64_t stride, count, lines;  // stride in bytes
-    bool write;
-  };
-  static constexpr int kMost = 2 + 2 * kMaxRanges;
-  Rows all[kMost];
-  int64_t lines = 0, row = 0, pace = 0, due = 0;
-  int count = 0, at = 0;
-
-  void add(const char* data, int64_t stride, int64_t rows, int64_t bytes, bool write) {
-    if (rows <= 0) return;
-    all[count++] = {data, stride, rows, (bytes + 63) / 64, write};
-    lines += rows * ((bytes + 63) / 64);
-  }
-
-  bool waits() const { return !pace; }
-  bool done() const { return !pace || at == count; }
-
-  // All lines are asked for in so many steps.
-  void start(int64_t steps) { pace = lines / steps + 1; }
-
-  void step() {
-    for (due += pace; due > 0 && at < count; due -= all[at].lines, next()) {
-      const Rows& rows = all[at];
-      const char* from = rows.data + row * rows.stride;
-      rows.write ? expect_lines<1>(from, 64 * rows.lines) : expect_lines<0>(from, 64 * rows.lines);
-    }
-  }
-
-  void next() {
-    if (++row == all[at].count) ++at, row = 0;
-  }
-};
-
-// Rows of K or V as fp32: where they lie, or converted into `scratch`.
+// Rows as fp32: in place, or converted into `scratch`.
 struct Rows {
   const float* data;
   int64_t stride;
@@ -129,7 +91,7 @@ void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t col
     for (int64_t j = 0; j < columns; ++j) to[j * to_stride + i] = from[i * from_stride + j];
 }
 
-// to[j][i] = from(i, j)[.] of whole vectors: of rows i and of the columns from j on
+// The same for multiples of N rows and columns, where from(i, j) is the vector of columns from j on of row i.
 template <class From>
 void transpose_whole(int64_t rows, int64_t columns, From from, float* to, int64_t to_stride) {
   for (int64_t i = 0; i < rows; i += N)
@@ -137,7 +99,7 @@ void transpose_whole(int64_t rows, int64_t columns, From from, float* to, int64_
       Vec::transpose([=](int k) { return from(i + k, j); }, to + j * to_stride + i, to_stride);
 }
 
-// packed[i][lane] = sign * query[lane][i]; lanes past `count` repeat the last query
+// packed[i][lane] = sign * query[lane][i]; the lanes from `count` on repeat the last query
 void pack_floats(const View& view, Type type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t lanes,
                  int64_t width, float sign, float* scratch, float* packed) {
   const Rows rows = float_rows(view, type, batch, head, first, count, width, scratch);
@@ -149,7 +111,7 @@ void pack_floats(const View& view, Type type, int64_t batch, int64_t head, int64
   }
 }
 
-// packed[i][lane] = the features 2 i and 2 i + 1 of query[lane], as they lie; else as above
+// The same for bf16: packed[i][lane] = the features 2 i and 2 i + 1 of query[lane] as one 32-bit number.
 void pack_pairs(const View& view, Type type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t lanes,
                 int64_t width, float sign, void* scratch, uint32_t* packed) {
   const char* from = at(view, type, batch, head, first);
@@ -159,7 +121,7 @@ void pack_pairs(const View& view, Type type, int64_t batch, int64_t head, int64_
       std::memcpy((uint16_t*)scratch + r * width, (const uint16_t*)from + r * stride, sizeof(uint16_t) * width);
     from = (const char*)scratch, stride = width;
   }
-  transpose((const float*)from, stride / 2, count, width / 2, (float*)packed, lanes);  // moves bits alone
+  transpose((const float*)from, stride / 2, count, width / 2, (float*)packed, lanes);  // only moves bits
   for (int64_t i = 0; i < width / 2; ++i) {
     uint32_t* row = packed + i * lanes;
     for (int64_t lane = count; lane < lanes; ++lane) row[lane] = row[count - 1];

@@ -1,10 +1,10 @@
-// The micro-kernels: rows times packed lanes, and weights times values. After common.inl.
+// The micro-kernels: products of rows with packed lanes, and weighted sums of values. After common.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-// How two operands meet: fp32 one feature at a time, or bf16 in pairs.
+// The element types of a product: fp32, one feature at a time, or bf16 in pairs.
 struct Single {
   using scalar = float;
   using packed = float;
@@ -30,21 +30,21 @@ struct Pair {
 
 #define CLEARHEAD_UNROLL_FOR _Pragma("GCC unroll 16") for
 
-// How many rows (or features) meet V vectors of lanes at once: as many sums as registers hold.
+// How many rows (or features) are combined with V vectors of lanes at once: as many sums as fit in the registers.
 template <int V>
 constexpr int kRowsBy = V == 1   ? Vec::rows_by_one
                         : V == 2 ? Vec::rows_by_two
                         : V == 3 ? Vec::rows
                                  : Vec::rows_by_four;
 
-// The loops stand on their own: inlined they share registers with what is around them, and where there are
-// 16 the compiler then loads a vector again for each multiply-add, or keeps sums in memory.
-#define CLEARHEAD_ALONE __attribute__((noinline))
+// The inner loops are not inlined: inlined they compete for registers with the surrounding code, and on machines with
+// 16 registers the compiler then reloads a vector for each multiply-add or spills the sums.
+#define CLEARHEAD_NOINLINE __attribute__((noinline))
 
 // result[r][lane] = sum_i rows[r][i] * packed[i][lane], for R rows and V vectors of the `lanes`
 template <class E, int R, int V>
-CLEARHEAD_ALONE void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed,
-                              int64_t lanes, int64_t depth, float* result) {
+CLEARHEAD_NOINLINE void dot_rows(const typename E::scalar* rows, int64_t stride, const typename E::packed* packed,
+                                 int64_t lanes, int64_t depth, float* result) {
   f sum[R][V];
   CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
     CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
@@ -73,10 +73,11 @@ void dot_part(const typename E::scalar* rows, int64_t stride, int64_t count, con
 }
 
 // out[r][lane] = out[r][lane] * rescale[lane] + sum_s weights[s][lane] * values[s][r], for R features;
-// without `rescale` the sum alone
+// without `rescale` only the sum is stored
 template <class E, int R, int V>
-CLEARHEAD_ALONE void mix_rows(const typename E::scalar* values, int64_t stride, int64_t count,
-                              const typename E::packed* weights, int64_t lanes, const float* rescale, float* out) {
+CLEARHEAD_NOINLINE void accumulate_rows(const typename E::scalar* values, int64_t stride, int64_t count,
+                                        const typename E::packed* weights, int64_t lanes, const float* rescale,
+                                        float* out) {
   f sum[R][V];
   CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
     CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = Vec::zero();
@@ -88,7 +89,7 @@ CLEARHEAD_ALONE void mix_rows(const typename E::scalar* values, int64_t stride, 
       CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) sum[r][j] = E::mac(x, weight[j], sum[r][j]);
     }
   }
-  // a tile's sum on its own first: few roundings at the size of the whole
+  // The tile is summed first and added once, so that few roundings happen at the magnitude of the whole sum.
   CLEARHEAD_UNROLL_FOR (int r = 0; r < R; ++r)
     CLEARHEAD_UNROLL_FOR (int j = 0; j < V; ++j) {
       float* place = out + r * lanes + j * N;
@@ -97,20 +98,21 @@ CLEARHEAD_ALONE void mix_rows(const typename E::scalar* values, int64_t stride, 
 }
 
 template <class E, int V>
-void mix_part(const typename E::scalar* values, int64_t stride, int64_t count, const typename E::packed* weights,
-              int64_t lanes, const float* rescale, int64_t width, float* out) {
+void accumulate_part(const typename E::scalar* values, int64_t stride, int64_t count, const typename E::packed* weights,
+                     int64_t lanes, const float* rescale, int64_t width, float* out) {
   constexpr int R = kRowsBy<V>;
   int64_t r = 0;
   for (; r + R <= width; r += R)
-    mix_rows<E, R, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+    accumulate_rows<E, R, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
   for (; R > 4 && r + 4 <= width; r += 4)
-    mix_rows<E, 4, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+    accumulate_rows<E, 4, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
   for (; r + 2 <= width; r += 2)
-    mix_rows<E, 2, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
-  if (r < width) mix_rows<E, 1, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+    accumulate_rows<E, 2, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
+  if (r < width)
+    accumulate_rows<E, 1, V>(values + r * E::step, stride, count, weights, lanes, rescale, out + r * lanes);
 }
 
-// act(V) with the number of vectors, of at most W, as a constant
+// Calls act(V), where V is the number of vectors, at most W, as a compile-time constant.
 template <int W, class Act>
 inline void with_vectors(int vectors, Act act) {
   if constexpr (W > 1)
@@ -118,11 +120,11 @@ inline void with_vectors(int vectors, Act act) {
   act(std::integral_constant<int, W>());
 }
 
-// The same, and to the bit, where some masked value is not finite: 0 * NaN would reach rows that may not
-// read it. The first of the V vectors is the `begin`-th of those in `allowed`.
-void mix_selected_part(const float* values, int64_t stride, int64_t count, const float* weights, int64_t lanes,
-                       int vectors, const uint64_t* allowed, int begin, const float* rescale, int64_t width,
-                       float* out) {
+// accumulate_part with the same bits where some blocked value is not finite: 0 * NaN would reach rows that may not
+// read it. The first of the vectors is number `begin` of those in `allowed`.
+void accumulate_selected_part(const float* values, int64_t stride, int64_t count, const float* weights, int64_t lanes,
+                              int vectors, const uint64_t* allowed, int begin, const float* rescale, int64_t width,
+                              float* out) {
   for (int64_t r = 0; r < width; ++r)
     for (int j = 0; j < vectors; ++j) {
       f sum = Vec::zero();
@@ -136,9 +138,9 @@ void mix_selected_part(const float* values, int64_t stride, int64_t count, const
 }
 
 template <int W>
-void mix_selected(const float* values, int64_t stride, int64_t count, const float* weights, const uint64_t* allowed,
-                  const float* rescale, int64_t width, float* out) {
-  mix_selected_part(values, stride, count, weights, W * N, W, allowed, 0, rescale, width, out);
+void accumulate_selected(const float* values, int64_t stride, int64_t count, const float* weights,
+                         const uint64_t* allowed, const float* rescale, int64_t width, float* out) {
+  accumulate_selected_part(values, stride, count, weights, W * N, W, allowed, 0, rescale, width, out);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// From q.k to the final score: scale, softcap, bias, mask. After masks.inl.
+// From q.k to the final score: scale, softcap, bias and mask. After masks.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-// tanh, at most 3 ulp off (Cephes' polynomial below 0.625, the definition above)
+// tanh, at most 3 ulp off: Cephes' polynomial below 0.625, the definition by exp above.
 inline f tanh_of(f x) {
   const f size = Vec::max(x, Vec::sub(Vec::zero(), x));
   const f z = Vec::mul(x, x);
@@ -22,15 +22,16 @@ inline f tanh_of(f x) {
 
 // tile[s][lane] = bias of (query of lane, source `from + s`)
 template <int W>
-void load_bias(const Bias& bias, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t from, int64_t n,
-               float* tile) {
-  const float* base = bias.data + batch * bias.batch + head * bias.head + from * bias.source;
+void load_bias(const Queries& queries, int64_t from, int64_t n, float* tile) {
+  const Bias& bias = queries.call.bias;
+  const float* base = bias.data + queries.batch * bias.batch + queries.head * bias.head + from * bias.source;
   for (int64_t lane = 0; lane < W * N; ++lane) {
-    const float* row = base + (first + min(lane, count - 1)) * bias.query;
+    const float* row = base + (queries.first + min(lane, queries.count - 1)) * bias.query;
     for (int64_t s = 0; s < n; ++s) tile[s * W * N + lane] = row[s * bias.source];
   }
 }
 
+// Removes from `bits` the edges whose bias is -inf.
 template <int W>
 Tile block_by_bias(const float* tile, int64_t n, Tile kind, uint64_t* bits) {
   uint64_t any = 0, all = lane_mask(W * N);
@@ -45,26 +46,27 @@ Tile block_by_bias(const float* tile, int64_t n, Tile kind, uint64_t* bits) {
   return kind == Tile::full && all == lane_mask(W * N) ? Tile::full : Tile::partial;
 }
 
-bool is_plain(const Forward& call) { return !call.bias.data && call.softcap == 0 && call.scale != 0; }
+// Whether scores stay the raw products q.k: the scale is then applied by the exponential.
+bool keeps_raw_scores(const Forward& call) { return !call.bias.data && call.softcap == 0 && call.scale != 0; }
 
-// Scores that are plain products are scaled again as they are weighed: from about 1e9 on the
-// rounding of the largest, of 1 part in 2^24, is more than an exponential takes. `seen` tells that
-// there is a source to read, so that a sum of 0 means that all scores were -inf.
-inline bool is_odd_row(const Forward& call, float most, float sum, bool seen) {
-  if (sum == 0) return seen;
-  return !(std::fabs(most) <= (is_plain(call) ? 1e8f : FLT_MAX)) || !(sum <= FLT_MAX);
+// Whether fp32 is not exact enough for a row with this largest score and this sum. Raw scores are scaled in the
+// exponential: from about 1e9 on the rounding of the largest, 1 part in 2^24, is too large an error of an exponent.
+// `readable` says that the row has a source to read, so that a sum of 0 means that all its scores are -inf.
+inline bool is_row_out_of_range(const Forward& call, float most, float sum, bool readable) {
+  if (sum == 0) return readable;
+  return !(std::fabs(most) <= (keeps_raw_scores(call) ? 1e8f : FLT_MAX)) || !(sum <= FLT_MAX);
 }
 
-// Brings scores to their final value: scale, softcap, bias, and -inf where masked. `slope`, if
-// wanted, gets the derivative of the softcap.
+// Turns products into final scores: scale, softcap, bias, and -inf where masked. `slope`, if not null, receives the
+// derivative of the softcap.
 template <int W>
-void edit(const Forward& call, float* tile, int64_t n, const float* bias, const uint64_t* bits, float* slope) {
-  const bool plain = is_plain(call);
+void finish_scores(const Forward& call, float* tile, int64_t n, const float* bias, const uint64_t* bits, float* slope) {
+  const bool raw = keeps_raw_scores(call);
   const f blocked = Vec::set1(-INFINITY), scale = Vec::set1(call.scale);
   const f cap = Vec::set1(call.softcap), uncap = Vec::set1(call.softcap == 0 ? 0 : 1 / call.softcap);
   for (int64_t i = 0; i < n * W; ++i) {
     f x = Vec::load(tile + i * N);
-    if (!plain) {
+    if (!raw) {
       x = Vec::mul(x, scale);
       if (call.softcap != 0) {
         const f bent = tanh_of(Vec::mul(x, uncap));
@@ -78,7 +80,6 @@ void edit(const Forward& call, float* tile, int64_t n, const float* bias, const 
   }
 }
 
-template <int W>
 bool all_finite(const Rows& rows, int64_t n, int64_t width) {
   for (int64_t s = 0; s < n; ++s) {
     const float* row = rows.data + s * rows.stride;

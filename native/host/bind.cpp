@@ -65,7 +65,7 @@ const Kernel* kernel_or_throw() {
 struct Call {
   Forward work{};
   Backward gradient{};
-  std::vector<MassChange> masses;
+  std::vector<MassGrad> masses;
 
   Call(int type, uintptr_t q, Four q_shape, Four q_stride, uintptr_t k, Four k_shape, Four k_stride, uintptr_t v,
        Four v_shape, Four v_stride, uintptr_t out, Four out_stride, float scale) {
@@ -95,7 +95,7 @@ struct Call {
                      int64_t head) {
     require(count > 0 && count <= kMaxRanges, "a query has one range of sources, or a few");
     require(step >= 0 && batch >= 0 && head >= 0, "strides must not be negative");
-    edges.ranges = count, edges.range_step = step;
+    edges.ranges = count, edges.range_stride = step;
     edges.start = address<int32_t>(start), edges.stop = address<int32_t>(stop);
     edges.range_batch = batch, edges.range_head = head;
   }
@@ -164,16 +164,16 @@ struct Call {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query) return false;
     require((!work.received && !work.cell_sum) || work.slots > 0, "sums over queries need slots");
-    std::atomic<bool> odd{false};
-    work.odd = &odd;
+    std::atomic<bool> out_of_range{false};
+    work.out_of_range = &out_of_range;
     bool ok;
     {
       nb::gil_scoped_release released;
       ok = forward(*kernel, work, threads);
     }
-    work.odd = nullptr;
+    work.out_of_range = nullptr;
     if (!ok) throw std::bad_alloc();
-    return odd;
+    return out_of_range;
   }
 
   void set_row_terms(uintptr_t place) { gradient.row_terms = address<float>(place); }
@@ -219,7 +219,7 @@ struct Call {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query || !work.source) return;
     require(work.row_max, "gradients need the maxima and sums of the rows");
-    const Readings& given = gradient.readings;
+    const ReadingGrads& given = gradient.readings;
     require(gradient.row_terms || !(given.received || given.rows || given.cells), "sums need the rows' terms");
     require(work.bias.data || !gradient.dbias.data, "the gradient of a bias needs the bias");
     const Type type = wide ? Type::f32 : work.type;

@@ -199,14 +199,14 @@ const Kernel* current(std::string& error) {
 namespace {
 
 // Few queries: the context from chunks of sources, then what is read, if anything, by the others' way.
-bool forward_few(const Kernel& kernel, const Forward& call, int threads) {
-  std::unique_ptr<float[]> partial(new (std::nothrow) float[(size_t)kernel.few_partial(call)]);
+bool forward_decode(const Kernel& kernel, const Forward& call, int threads) {
+  std::unique_ptr<float[]> partial(new (std::nothrow) float[(size_t)kernel.decode_partial(call)]);
   if (!partial) return false;
   const int64_t heads = call.batch * call.source_head;
-  const size_t bytes = kernel.few_scratch(call);
-  return spread_near(heads * kernel.few_chunks(call), threads, bytes,
-                     [&](int64_t i, char* memory) { kernel.few(call, i, partial.get(), memory); }) &&
-         spread(heads, 1, bytes, [&](int64_t i, char* memory) { kernel.few_merge(call, i, partial.get(), memory); });
+  const size_t bytes = kernel.decode_scratch(call);
+  return spread_near(heads * kernel.decode_chunks(call), threads, bytes,
+                     [&](int64_t i, char* memory) { kernel.decode(call, i, partial.get(), memory); }) &&
+         spread(heads, 1, bytes, [&](int64_t i, char* memory) { kernel.decode_merge(call, i, partial.get(), memory); });
 }
 
 bool reads_more(const Forward& call) {
@@ -243,11 +243,11 @@ bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
 
 bool forward(const Kernel& kernel, Forward& call, int threads) {
   const double work = (double)call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
-  if (!kernel.is_few(call)) return forward_blocks(kernel, call, threads_for(work, threads));
+  if (!kernel.is_decode(call)) return forward_blocks(kernel, call, threads_for(work, threads));
   // reading the sources costs more than the few operations on them
-  if (!forward_few(kernel, call, threads_for(4 * work / call.query, threads))) return false;
+  if (!forward_decode(kernel, call, threads_for(4 * work / call.query, threads))) return false;
   if (!reads_more(call)) return true;
-  call.out.data = nullptr, call.lse = call.row_max = nullptr, call.odd = nullptr;
+  call.out.data = nullptr, call.lse = call.row_max = nullptr, call.out_of_range = nullptr;
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 
@@ -283,7 +283,7 @@ Floats floats(int64_t count) { return Floats(new (std::nothrow) float[(size_t)co
 
 // A bias that broadcasts over the sources has a sum of each slot.
 struct SlotSums {
-  Sums to;
+  BiasGrad to;
   int64_t count = 0;
   Floats each;
 

@@ -1,5 +1,5 @@
-// What the machine can do at most: multiply-adds that wait for nothing but each other, alone or with
-// what a softmax needs for each score. After forward.inl.
+// The peak throughput of the machine: chains of multiply-adds that depend only on themselves, alone or with the work of
+// a softmax. After micro.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -8,8 +8,8 @@ namespace {
 constexpr int kChains = Vec::rows * Vec::vectors;
 #define CLEARHEAD_UNROLL_ALL_FOR _Pragma("GCC unroll 32") for
 
-// The least that a vector of scores takes: its maximum, its distance from it, 2 to that power, a sum
-struct Softmax {
+// The least work of a softmax for a vector of scores: the maximum, the distance from it, 2 to that power, and a sum
+struct SoftmaxWork {
   f score, most = Vec::zero(), total = Vec::zero();
   void step() {
     most = Vec::max(score, most);
@@ -17,14 +17,14 @@ struct Softmax {
   }
 };
 
-// Sums that wait only for themselves. With `apart` a vector of scores comes after so many multiply-adds.
+// With `softmax` a vector of scores is processed after every `apart` multiply-adds.
 template <class E, bool softmax>
 void multiply_add(int64_t rounds, int64_t apart, float* sink) {
   f sum[kChains];
   CLEARHEAD_UNROLL_ALL_FOR (int c = 0; c < kChains; ++c) sum[c] = Vec::set1(sink[c]);
   typename E::packed numbers[N] = {};
   const typename E::vec x = E::load(numbers);
-  Softmax scores{sum[0]};
+  SoftmaxWork scores{sum[0]};
   for (int64_t done = 0, left = 0; done < rounds;) {
     const int64_t stop = softmax ? min(rounds, done + max(1, (left + apart) / kChains)) : rounds;
     left += apart - (stop - done) * kChains;
@@ -37,19 +37,18 @@ void multiply_add(int64_t rounds, int64_t apart, float* sink) {
   if (softmax) sink[0] += Vec::sum(scores.total);
 }
 
-// Runs so many rounds, with one exponential for every `each` multiply-adds (0: none), and returns how
-// many floating-point operations the multiply-adds were.
+// Runs so many rounds, with one exponential for every `each` multiply-adds (none for 0), and returns the number of
+// floating-point operations in the multiply-adds.
 template <class E>
 double peak_of(int64_t rounds, int64_t each) {
-  // Every chain begins with a number of its own that the compiler cannot know, or it would run those
-  // that are alike once for all.
+  // Each chain starts with a number that the compiler does not know; it would compute equal chains only once.
   volatile float zero = 0;
   float sink[kChains];
   for (float& number : sink) number = zero;
   const int64_t apart = each / E::step;
   if (apart) multiply_add<E, true>(rounds, apart, sink);
   else multiply_add<E, false>(rounds, 0, sink);
-  // And every chain counts, or it would leave out those that nobody looks at.
+  // Each chain is used; the compiler would drop the others.
   volatile float keep = 0;
   for (float number : sink) keep = keep + number;
   return 2.0 * rounds * kChains * N * E::step;
