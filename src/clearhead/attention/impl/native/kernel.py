@@ -15,7 +15,7 @@ from clearhead.attention.problem import Problem
 from clearhead.masks import Mask, Ranges
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
-# As in native/kernel.h.
+# As in native/host/kernel.h.
 CONTRACT = 2
 
 
