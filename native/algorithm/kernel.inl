@@ -19,7 +19,7 @@ const Kernel CLEARHEAD_JOIN(CLEARHEAD_ISA, _kernel) = {
     CLEARHEAD_ISA::decode_chunks,     // decode_chunks
     CLEARHEAD_ISA::decode_partial,    // decode_partial
     CLEARHEAD_ISA::decode_scratch,    // decode_scratch
-    CLEARHEAD_ISA::decode_item,       // few
+    CLEARHEAD_ISA::decode_item,       // decode
     CLEARHEAD_ISA::decode_merge,      // decode_merge
     CLEARHEAD_ISA::backward_scratch,  // backward_scratch
     CLEARHEAD_ISA::backward_item,     // backward

@@ -77,8 +77,8 @@ inline Rows float_rows(const View& view, Type type, int64_t batch, int64_t head,
 
 // to[j][i] = from[i][j] for i < rows, j < columns
 void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
-  int64_t i = 0;
-  for (; i + N <= rows; i += N) {
+  const int64_t whole = rows / N * N;
+  for (int64_t i = 0; i < whole; i += N) {
     int64_t j = 0;
     for (; j + N <= columns; j += N) {
       const float* corner = from + i * from_stride + j;
@@ -87,7 +87,7 @@ void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t col
     for (; j < columns; ++j)
       for (int64_t r = i; r < i + N; ++r) to[j * to_stride + r] = from[r * from_stride + j];
   }
-  for (; i < rows; ++i)
+  for (int64_t i = whole; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j) to[j * to_stride + i] = from[i * from_stride + j];
 }
 

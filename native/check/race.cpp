@@ -1,5 +1,5 @@
-// Runs the kernel from several threads at once, each call on a team of threads, for the thread
-// sanitizer; every result must have the bits of the first. Built and run by native/check/sanitize.sh.
+// For the thread sanitizer: calls the kernel from several threads at once, each call on a team of threads. Every result
+// must have the bits of the first. Built and run by native/check/sanitize.sh.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -15,8 +15,9 @@ namespace {
 constexpr int64_t kBatch = 1, kHead = 2, kQuery = 300, kSource = 333, kDim = 32;
 
 struct Problem {
-  std::vector<float> q, k, v, out, lse, entropy, top, received, sums, most, rows, dq, dk, dv, bias, dbias, terms,
-      row_max, row_scale;
+  std::vector<float> q, k, v, out, bias, row_max, row_scale;
+  std::vector<float> lse, entropy, top, received, cell_sum, cell_max;
+  std::vector<float> dq, dk, dv, dbias, row_terms;
   std::vector<int64_t> sources;
   std::vector<int32_t> start, stop, query_edges, source_edges;
   int64_t query;
@@ -30,11 +31,12 @@ struct Problem {
     };
     const int64_t rows_all = kBatch * kHead * query;
     fill(q, rows_all * kDim), fill(k, kHead * kSource * kDim), fill(v, kHead * kSource * kDim);
-    out.resize(q.size()), dq.resize(q.size()), bias.resize(query * kSource), dbias.resize(bias.size()),
-        terms.resize(rows_all), dk.resize(k.size()), dv.resize(v.size());
+    out.resize(q.size()), bias.resize(query * kSource);
+    dq.resize(q.size()), dk.resize(k.size()), dv.resize(v.size()), dbias.resize(bias.size());
     lse.resize(rows_all), entropy.resize(rows_all), row_max.resize(rows_all), row_scale.resize(rows_all);
+    row_terms.resize(rows_all);
     top.resize(rows_all * 3), sources.resize(rows_all * 3);
-    received.resize(4 * kHead * kSource), sums.resize(4 * kHead * 9), most.resize(4 * kHead * 9);
+    received.resize(4 * kHead * kSource), cell_sum.resize(4 * kHead * 9), cell_max.resize(4 * kHead * 9);
     for (int64_t i = 0; i < query; ++i) start.push_back((int32_t)(i / 2)), stop.push_back((int32_t)(i + 20));
     for (int64_t i = 0; i < 4; ++i)
       query_edges.push_back((int32_t)(query * i / 3)), source_edges.push_back((int32_t)(kSource * i / 3));
@@ -54,7 +56,7 @@ struct Problem {
     work.top = 3, work.top_weights = top.data(), work.top_sources = sources.data();
     work.slots = 4, work.received = received.data(), work.query_cells = work.source_cells = 3;
     work.query_edges = query_edges.data(), work.source_edges = source_edges.data();
-    work.cell_sum = sums.data(), work.cell_max = most.data();
+    work.cell_sum = cell_sum.data(), work.cell_max = cell_max.data();
     return work;
   }
 
@@ -68,8 +70,8 @@ struct Problem {
     };
     gradient.dq = view(dq, query), gradient.dk = view(dk, kSource), gradient.dv = view(dv, kSource);
     gradient.forward.bias = {bias.data(), 0, 0, kSource, 1}, gradient.dbias = {dbias.data(), 0, 0, 0, kSource, 1};
-    gradient.readings.received = received.data(), gradient.row_terms = terms.data();
-    std::fill(dbias.begin(), dbias.end(), 0.f), std::fill(terms.begin(), terms.end(), 0.f);
+    gradient.readings.received = received.data(), gradient.row_terms = row_terms.data();
+    std::fill(dbias.begin(), dbias.end(), 0.f), std::fill(row_terms.begin(), row_terms.end(), 0.f);
     return backward(kernel, gradient, 4);
   }
 
@@ -77,8 +79,9 @@ struct Problem {
     auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
       return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
     };
-    return equal(out, other.out) && equal(received, other.received) && equal(sums, other.sums) && equal(dq, other.dq) &&
-           equal(dk, other.dk) && equal(dv, other.dv) && equal(dbias, other.dbias) && sources == other.sources;
+    return equal(out, other.out) && equal(received, other.received) && equal(cell_sum, other.cell_sum) &&
+           equal(dq, other.dq) && equal(dk, other.dk) && equal(dv, other.dv) && equal(dbias, other.dbias) &&
+           sources == other.sources;
   }
 };
 

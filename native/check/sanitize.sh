@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Address and undefined-behaviour sanitizers over the kernel's tests, the thread sanitizer over
-# native/check/race.cpp. Needs gcc with its sanitizer libraries.
+# Runs the kernel's tests under the address and undefined-behaviour sanitizers, and native/check/race.cpp under the
+# thread sanitizer. Further arguments go to pytest. Needs gcc with its sanitizer libraries.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-.venv/bin/python}"
@@ -23,7 +23,7 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.s
 import sys
 from pathlib import Path
 where, *asked = sys.argv[1:]
-# An editable install answers before the path does.
+# An editable install would be found before PYTHONPATH.
 sys.meta_path = [x for x in sys.meta_path if type(x).__name__ != "ScikitBuildRedirectingFinder"]
 import pytest
 failed = pytest.main(asked)
@@ -34,7 +34,7 @@ END
 
 echo "== threads"
 sources=(native/check/race.cpp native/host/dispatch.cpp)
-flags=(-std=c++17 -Inative -O1 -g -fsanitize=thread -DCLEARHEAD_STD_THREADS -Wno-uninitialized -Wno-maybe-uninitialized)
+flags=(-std=c++17 -Inative -O1 -g -fsanitize=thread -DCLEARHEAD_STD_THREADS -ffp-contract=off)
 objects=()
 isas=(baseline)
 case $(uname -m) in
@@ -49,7 +49,7 @@ for isa in "${isas[@]}"; do
     *) extra=() ;;
   esac
   [ $isa = avx512_bf16 ] && extra+=(-mavx512bf16)
-  g++ "${flags[@]}" -ffp-contract=off "${extra[@]}" -c native/isa/$isa.cpp -o "$out/$isa.o"
+  g++ "${flags[@]}" "${extra[@]}" -c native/isa/$isa.cpp -o "$out/$isa.o"
   objects+=("$out/$isa.o")
 done
 g++ "${flags[@]}" "${sources[@]}" "${objects[@]}" -pthread -o "$out/race"

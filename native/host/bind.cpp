@@ -1,4 +1,4 @@
-// The Python face: addresses, sizes and strides, every one checked before a kernel sees it.
+// The Python bindings: all addresses, sizes and strides are checked before they reach a kernel.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -37,8 +37,8 @@ T* address(uintptr_t place, bool needed = true) {
   return (T*)place;
 }
 
-// The offset of the last element must be an int64 in bytes too.
-void check_reach(const Four& shape, const Four& stride) {
+// The offset of the last element must fit an int64, in bytes too.
+void check_reach(const Axes4& shape, const Axes4& stride) {
   int64_t reach = 0;
   for (int i = 0; i < 4; ++i) {
     require(shape[i] >= 0 && stride[i] >= 0, "sizes and strides must not be negative");
@@ -47,7 +47,7 @@ void check_reach(const Four& shape, const Four& stride) {
   times(reach, 8);
 }
 
-View view(uintptr_t place, const Four& shape, const Four& stride, Type type) {
+View view(uintptr_t place, const Axes4& shape, const Axes4& stride, Type type) {
   check_reach(shape, stride);
   require(stride[3] == 1 || shape[3] <= 1, "the features must lie side by side");
   const bool empty = !shape[0] || !shape[1] || !shape[2] || !shape[3];
@@ -67,8 +67,8 @@ struct Call {
   Backward gradient{};
   std::vector<MassGrad> masses;
 
-  Call(int type, uintptr_t q, Four q_shape, Four q_stride, uintptr_t k, Four k_shape, Four k_stride, uintptr_t v,
-       Four v_shape, Four v_stride, uintptr_t out, Four out_stride, float scale) {
+  Call(int type, uintptr_t q, Axes4 q_shape, Axes4 q_stride, uintptr_t k, Axes4 k_shape, Axes4 k_stride, uintptr_t v,
+       Axes4 v_shape, Axes4 v_stride, uintptr_t out, Axes4 out_stride, float scale) {
     require(type >= 0 && type <= 2, "the type is 0 (float32), 1 (float16) or 2 (bfloat16)");
     work.type = (Type)type;
     work.batch = q_shape[0], work.head = q_shape[1], work.query = q_shape[2], work.head_dim = q_shape[3];
@@ -99,7 +99,7 @@ struct Call {
     edges.start = address<int32_t>(start), edges.stop = address<int32_t>(stop);
     edges.range_batch = batch, edges.range_head = head;
   }
-  void bytes(Edges& edges, uintptr_t place, Four stride) const {
+  void bytes(Edges& edges, uintptr_t place, Axes4 stride) const {
     check_reach({work.batch, work.head, work.query, work.source}, stride);
     edges.bytes = address<uint8_t>(place);
     edges.batch = stride[0], edges.head = stride[1], edges.query = stride[2], edges.source = stride[3];
@@ -107,8 +107,8 @@ struct Call {
   void set_ranges(uintptr_t start, uintptr_t stop, int64_t count, int64_t step, int64_t batch, int64_t head) {
     ranges(work.mask, start, stop, count, step, batch, head);
   }
-  void set_edges(uintptr_t place, Four stride) { bytes(work.mask, place, stride); }
-  void set_bias(uintptr_t place, Four stride) {
+  void set_edges(uintptr_t place, Axes4 stride) { bytes(work.mask, place, stride); }
+  void set_bias(uintptr_t place, Axes4 stride) {
     check_reach({work.batch, work.head, work.query, work.source}, stride);
     work.bias = {address<float>(place), stride[0], stride[1], stride[2], stride[3]};
   }
@@ -120,7 +120,7 @@ struct Call {
   void set_softcap(float cap) { work.softcap = cap; }
   void set_sinks(uintptr_t place) { work.sinks = address<float>(place); }
   void set_lse(uintptr_t place) { work.lse = address<float>(place); }
-  void set_rows_of_softmax(uintptr_t most, uintptr_t scale) {
+  void set_softmax(uintptr_t most, uintptr_t scale) {
     work.row_max = address<float>(most), work.row_scale = address<float>(scale);
   }
   void set_entropy(uintptr_t place) { work.entropy = address<float>(place); }
@@ -136,7 +136,7 @@ struct Call {
   void set_mass_ranges(uintptr_t start, uintptr_t stop, int64_t count, int64_t step, int64_t batch, int64_t head) {
     ranges(work.mass_edges, start, stop, count, step, batch, head);
   }
-  void set_mass_edges(uintptr_t place, Four stride) { bytes(work.mass_edges, place, stride); }
+  void set_mass_edges(uintptr_t place, Axes4 stride) { bytes(work.mass_edges, place, stride); }
   void set_rows(uintptr_t row_of, int64_t count, uintptr_t rows) {
     times(times(times(work.batch, work.head), count), times(work.source, 8));
     work.row_of = address<int32_t>(row_of), work.row_count = count, work.rows = address<float>(rows);
@@ -159,7 +159,7 @@ struct Call {
     require(work.source_edges[0] == 0 && work.source_edges[sources] == work.source, "cells must cover the sources");
   }
 
-  // True where the numbers are so large that the results cannot be relied on.
+  // Returns true if scores or sums are out of range, so that the results may be wrong.
   bool run(int threads) {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query) return false;
@@ -177,45 +177,45 @@ struct Call {
   }
 
   void set_row_terms(uintptr_t place) { gradient.row_terms = address<float>(place); }
-  void set_entropy_change(uintptr_t place) { gradient.readings.entropy = address<float>(place); }
-  void set_distance_change(uintptr_t place, int64_t offset) {
+  void set_entropy_grad(uintptr_t place) { gradient.readings.entropy = address<float>(place); }
+  void set_distance_grad(uintptr_t place, int64_t offset) {
     gradient.readings.distance = address<float>(place), work.distance_offset = offset;
   }
-  // Of the edges that were told last.
-  void add_mass_change(uintptr_t place) {
+  // The gradient of the mass of the edges that were set last.
+  void add_mass_grad(uintptr_t place) {
     require(work.mass_edges.start || work.mass_edges.bytes, "the gradient of a mass needs its edges");
     masses.push_back({work.mass_edges, address<float>(place)});
     work.mass_edges = {};
   }
-  void set_scores_change(uintptr_t place) {
+  void set_scores_grad(uintptr_t place) {
     times(times(times(work.batch, work.head), work.query_total), times(work.source, 8));
     gradient.readings.scores = address<float>(place);
   }
-  void set_received_change(uintptr_t place) { gradient.readings.received = address<float>(place); }
-  void set_rows_change(uintptr_t row_of, int64_t count, uintptr_t place) {
+  void set_received_grad(uintptr_t place) { gradient.readings.received = address<float>(place); }
+  void set_rows_grad(uintptr_t row_of, int64_t count, uintptr_t place) {
     times(times(times(work.batch, work.head), count), times(work.source, 8));
     work.row_of = address<int32_t>(row_of), work.row_count = count;
     gradient.readings.rows = address<float>(place);
   }
-  void set_cells_change(int64_t queries, int64_t sources, uintptr_t query_edges, uintptr_t source_edges,
-                        uintptr_t place) {
+  void set_cells_grad(int64_t queries, int64_t sources, uintptr_t query_edges, uintptr_t source_edges,
+                      uintptr_t place) {
     cells(queries, sources, query_edges, source_edges);
     gradient.readings.cells = address<float>(place);
   }
-  void set_top_change(int64_t count, uintptr_t place, uintptr_t sources) {
+  void set_top_grad(int64_t count, uintptr_t place, uintptr_t sources) {
     require(count > 0, "top needs a positive count");
     times(times(times(work.batch, work.head), work.query_total), times(count, 8));
     gradient.readings.top_count = count;
     gradient.readings.top = address<float>(place), gradient.readings.top_sources = address<int64_t>(sources);
   }
-  void set_bias_gradient(uintptr_t place, Four stride) {
+  void set_bias_grad(uintptr_t place, Axes4 stride) {
     check_reach({work.batch, work.head, work.query, work.source}, stride);
     gradient.dbias = {address<float>(place), 0, stride[0], stride[1], stride[2], stride[3]};
   }
 
-  // Gradients of query, key and value into places of their shapes, in the type of the inputs or in fp32.
-  void differentiate(uintptr_t grad, Four grad_stride, uintptr_t dq, Four dq_stride, uintptr_t dk, Four dk_stride,
-                     uintptr_t dv, Four dv_stride, bool wide, int threads) {
+  // Writes the gradients of query, key and value, in the type of the inputs or, with `wide`, in fp32.
+  void differentiate(uintptr_t grad, Axes4 grad_stride, uintptr_t dq, Axes4 dq_stride, uintptr_t dk, Axes4 dk_stride,
+                     uintptr_t dv, Axes4 dv_stride, bool wide, int threads) {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query || !work.source) return;
     require(work.row_max, "gradients need the maxima and sums of the rows");
@@ -225,9 +225,9 @@ struct Call {
     const Type type = wide ? Type::f32 : work.type;
     gradient.forward = work, gradient.type = type;
     gradient.readings.masses = masses.data(), gradient.readings.mass_count = (int64_t)masses.size();
-    const Four query{work.batch, work.head, work.query, work.head_dim};
-    const Four key{work.batch, work.source_head, work.source, work.head_dim};
-    const Four value{work.batch, work.source_head, work.source, work.value_dim};
+    const Axes4 query{work.batch, work.head, work.query, work.head_dim};
+    const Axes4 key{work.batch, work.source_head, work.source, work.head_dim};
+    const Axes4 value{work.batch, work.source_head, work.source, work.value_dim};
     gradient.grad_out = view(grad, {work.batch, work.head, work.query, work.value_dim}, grad_stride, work.type);
     gradient.dq = view(dq, query, dq_stride, type), gradient.dk = view(dk, key, dk_stride, type);
     gradient.dv = view(dv, value, dv_stride, type);
@@ -241,18 +241,18 @@ struct Call {
   }
 };
 
-// A call that wants nothing but the context, and the tensor that gets it.
-struct Plain : Call {
+// A call that returns only the context, with the tensor that receives it.
+struct FastCall : Call {
   nb::object context;
 
-  Plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, float scale, nb::object context)
+  FastCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, float scale, nb::object context)
       : Call(q.type, q.place, q.shape, q.stride, k.place, k.shape, k.stride, v.place, v.shape, v.stride, out.place,
              out.stride, scale),
         context(std::move(context)) {}
 };
 
-// What `attend` would find right and hand to the kernel as it is.
-bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
+// Whether the tensors pass the checks of `attend` and can be read by the kernel as they are.
+bool passes_checks(const Tensor& q, const Tensor& k, const Tensor& v) {
   for (const Tensor* x : {&q, &k, &v}) {
     if (x->rank != q.rank || x->type != q.type || x->stride[3] != 1 || x->shape[3] > kMaxDim) return false;
     for (int64_t size : x->shape)
@@ -262,12 +262,12 @@ bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
          v.shape[1] == k.shape[1] && v.shape[2] == k.shape[2] && k.shape[3] == q.shape[3];
 }
 
-// The call on tensors that are right at first sight, or null where they need a closer look: no rule is
-// broken without being named, and none is named here.
-Plain* plain(nb::handle query, nb::handle key, nb::handle value, nb::handle scale) {
+// The fast path: the call, or null if any check fails. The caller then takes the general path, whose errors name the
+// rule.
+FastCall* fast_call(nb::handle query, nb::handle key, nb::handle value, nb::handle scale) {
   Tensor q, k, v;
   const bool ready = (scale.is_none() || PyFloat_CheckExact(scale.ptr())) && read_tensor(query.ptr(), q) &&
-                     read_tensor(key.ptr(), k) && read_tensor(value.ptr(), v) && fit(q, k, v);
+                     read_tensor(key.ptr(), k) && read_tensor(value.ptr(), v) && passes_checks(q, k, v);
   PyErr_Clear();
   if (!ready) return nullptr;
   if ((q.requires_grad || k.requires_grad || v.requires_grad) &&
@@ -276,18 +276,19 @@ Plain* plain(nb::handle query, nb::handle key, nb::handle value, nb::handle scal
   nb::object context = make_context(query.ptr(), q, v.shape[3]);
   Tensor out;
   if (!context.is_valid() || !read_tensor(context.ptr(), out)) throw nb::python_error();
-  require(out.shape == Four{q.shape[0], q.shape[1], q.shape[2], v.shape[3]}, "the context has another shape");
+  require(out.shape == Axes4{q.shape[0], q.shape[1], q.shape[2], v.shape[3]}, "the context has another shape");
   const double factor = scale.is_none() ? 1 / std::sqrt((double)q.shape[3]) : PyFloat_AS_DOUBLE(scale.ptr());
-  return new Plain(q, k, v, out, (float)factor, std::move(context));
+  return new FastCall(q, k, v, out, (float)factor, std::move(context));
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
   m.attr("contract") = kContract;
-  torch();  // found before several threads ask
+  torch();  // looked up before several threads use it
   nb::class_<Call>(m, "Forward")
-      .def(nb::init<int, uintptr_t, Four, Four, uintptr_t, Four, Four, uintptr_t, Four, Four, uintptr_t, Four, float>())
+      .def(nb::init<int, uintptr_t, Axes4, Axes4, uintptr_t, Axes4, Axes4, uintptr_t, Axes4, Axes4, uintptr_t, Axes4,
+                    float>())
       .def("set_part", &Call::set_part)
       .def("set_ranges", &Call::set_ranges)
       .def("set_edges", &Call::set_edges)
@@ -296,7 +297,7 @@ NB_MODULE(_native, m) {
       .def("set_softcap", &Call::set_softcap)
       .def("set_sinks", &Call::set_sinks)
       .def("set_lse", &Call::set_lse)
-      .def("set_rows_of_softmax", &Call::set_rows_of_softmax)
+      .def("set_softmax", &Call::set_softmax)
       .def("set_entropy", &Call::set_entropy)
       .def("set_top", &Call::set_top)
       .def("set_distance", &Call::set_distance)
@@ -309,21 +310,21 @@ NB_MODULE(_native, m) {
       .def("set_cells", &Call::set_cells)
       .def("run", &Call::run)
       .def("set_row_terms", &Call::set_row_terms)
-      .def("set_entropy_change", &Call::set_entropy_change)
-      .def("set_distance_change", &Call::set_distance_change)
-      .def("add_mass_change", &Call::add_mass_change)
-      .def("set_scores_change", &Call::set_scores_change)
-      .def("set_received_change", &Call::set_received_change)
-      .def("set_rows_change", &Call::set_rows_change)
-      .def("set_cells_change", &Call::set_cells_change)
-      .def("set_top_change", &Call::set_top_change)
-      .def("set_bias_gradient", &Call::set_bias_gradient)
+      .def("set_entropy_grad", &Call::set_entropy_grad)
+      .def("set_distance_grad", &Call::set_distance_grad)
+      .def("add_mass_grad", &Call::add_mass_grad)
+      .def("set_scores_grad", &Call::set_scores_grad)
+      .def("set_received_grad", &Call::set_received_grad)
+      .def("set_rows_grad", &Call::set_rows_grad)
+      .def("set_cells_grad", &Call::set_cells_grad)
+      .def("set_top_grad", &Call::set_top_grad)
+      .def("set_bias_grad", &Call::set_bias_grad)
       .def("differentiate", &Call::differentiate);
-  nb::class_<Plain, Call>(m, "Plain")
-      .def_ro("context", &Plain::context)
-      .def_prop_ro("query", [](const Plain& call) { return call.work.query; })
-      .def_prop_ro("source", [](const Plain& call) { return call.work.source; });
-  m.def("plain", &plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none());
+  nb::class_<FastCall, Call>(m, "FastCall")
+      .def_ro("context", &FastCall::context)
+      .def_prop_ro("query", [](const FastCall& call) { return call.work.query; })
+      .def_prop_ro("source", [](const FastCall& call) { return call.work.source; });
+  m.def("fast_call", &fast_call, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none());
   m.def("available", &available);
   m.def("isa", [] { return std::string(kernel_or_throw()->name); });
   m.def("block", [] { return kernel_or_throw()->block; });

@@ -1,16 +1,5 @@
 #include "host/dispatch.h"
 
-#ifdef CLEARHEAD_STD_THREADS  // for the thread sanitizer, which does not know OpenMP
-#include <thread>
-#else
-#include <omp.h>
-#endif
-
-#if defined(__unix__) || defined(__APPLE__)
-#include <sys/mman.h>
-#define CLEARHEAD_MAPS
-#endif
-
 #if defined(CLEARHEAD_ARM) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -19,6 +8,8 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+
+#include "host/threads.h"
 
 namespace clearhead {
 
@@ -72,102 +63,6 @@ const Kernel* find(const std::string& name) {
 
 std::atomic<const Kernel*> chosen{nullptr};
 
-// Memory that a thread keeps from call to call, so that big strips are not faulted in every time.
-// It is mapped where that can be: a block that stays would pin the heap at the size it has by then.
-struct Scratch {
-  char* memory = nullptr;
-  size_t size = 0;
-  ~Scratch() { release(); }
-  char* at_least(size_t bytes) {
-    if (bytes <= size) return memory;
-    release();
-    size = (bytes + 4095) & ~(size_t)4095;
-#ifdef CLEARHEAD_MAPS
-    void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    memory = mapped == MAP_FAILED ? nullptr : (char*)mapped;
-#else
-    memory = (char*)std::aligned_alloc(4096, size);
-#endif
-    if (!memory) size = 0;
-    return memory;
-  }
-  void release() {
-#ifdef CLEARHEAD_MAPS
-    if (memory) munmap(memory, size);
-#else
-    std::free(memory);
-#endif
-  }
-};
-thread_local Scratch scratch;
-
-// Runs work(number of the thread, scratch) on every thread of a team; false where memory ran out.
-template <class Work>
-bool with_team(int threads, size_t bytes, Work work) {
-  std::atomic<bool> ok{true};
-  auto member = [&](int me) {
-    if (char* memory = scratch.at_least(bytes)) work(me, memory);
-    else ok = false;
-  };
-  if (threads <= 1) {
-    member(0);
-    return ok;
-  }
-#ifdef CLEARHEAD_STD_THREADS
-  std::vector<std::thread> team;
-  for (int t = 0; t < threads; ++t) team.emplace_back(member, t);
-  for (std::thread& thread : team) thread.join();
-#else
-#pragma omp parallel num_threads(threads)
-  member(omp_get_thread_num());
-#endif
-  return ok;
-}
-
-// Runs item(i, scratch) for all i, on as many threads as pay; false where memory ran out.
-template <class Item>
-bool spread(int64_t items, int threads, size_t bytes, Item item) {
-  std::atomic<int64_t> next{0};
-  if (threads > items) threads = (int)items;
-  return with_team(threads, bytes, [&](int, char* memory) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) item(i, memory);
-  });
-}
-
-// The same with neighbouring items on one thread, in every call on the same one, which finds in its
-// caches and its table of pages what it left there. Who is done early helps the others.
-template <class Item>
-bool spread_near(int64_t items, int threads, size_t bytes, Item item) {
-  if (threads > items) threads = (int)items;
-  if (threads <= 1) return spread(items, threads, bytes, item);
-  struct alignas(64) Share {
-    std::atomic<int64_t> next;
-    int64_t end;
-  };
-  std::unique_ptr<Share[]> shares(new (std::nothrow) Share[(size_t)threads]);
-  if (!shares) return false;
-  for (int t = 0; t < threads; ++t) shares[t].next = items * t / threads, shares[t].end = items * (t + 1) / threads;
-  return with_team(threads, bytes, [&](int me, char* memory) {
-    for (int t = 0; t < threads; ++t) {
-      Share& share = shares[(me + t) % threads];
-      for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) item(i, memory);
-    }
-  });
-}
-
-// Waking a second thread costs a few microseconds: not for less work than this.
-constexpr double kWorthAThread = 4e5;
-
-int threads_for(double multiply_adds, int threads) {
-#ifdef CLEARHEAD_STD_THREADS
-  if (threads <= 0) threads = 4;
-#else
-  if (threads <= 0) threads = omp_get_max_threads();
-#endif
-  const double worth = multiply_adds / kWorthAThread;
-  return worth < threads ? (worth < 1 ? 1 : (int)worth) : threads;
-}
-
 }  // namespace
 
 std::vector<std::string> available() {
@@ -198,7 +93,7 @@ const Kernel* current(std::string& error) {
 
 namespace {
 
-// Few queries: the context from chunks of sources, then what is read, if anything, by the others' way.
+// The decode kernel: only the context, log-sum-exp and row statistics.
 bool forward_decode(const Kernel& kernel, const Forward& call, int threads) {
   std::unique_ptr<float[]> partial(new (std::nothrow) float[(size_t)kernel.decode_partial(call)]);
   if (!partial) return false;
@@ -213,7 +108,7 @@ bool reads_more(const Forward& call) {
   return call.entropy || call.top || call.distance || call.mass || call.rows || call.received || call.cell_sum;
 }
 
-// K or V with neighbouring sources side by side; null where memory ran out.
+// K or V with neighbouring sources in pairs; null if memory ran out.
 std::unique_ptr<uint32_t[]> pack(const Kernel& kernel, const Forward& call, const View& view, int64_t width,
                                  int threads) {
   const int64_t heads = call.batch * call.source_head;
@@ -244,24 +139,17 @@ bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
 bool forward(const Kernel& kernel, Forward& call, int threads) {
   const double work = (double)call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
   if (!kernel.is_decode(call)) return forward_blocks(kernel, call, threads_for(work, threads));
-  // reading the sources costs more than the few operations on them
+  // The time goes into reading the sources, not into the few operations on them.
   if (!forward_decode(kernel, call, threads_for(4 * work / call.query, threads))) return false;
   if (!reads_more(call)) return true;
+  // Other readings come from the blocks, which leave the context as it is.
   call.out.data = nullptr, call.lse = call.row_max = nullptr, call.out_of_range = nullptr;
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 
 namespace {
 
-int all_threads(int threads) {
-#ifdef CLEARHEAD_STD_THREADS
-  return threads > 0 ? threads : 4;
-#else
-  return threads > 0 ? threads : omp_get_max_threads();
-#endif
-}
-
-// How many work items share the sources of a head: enough for all threads, and as many for each.
+// How many work items share the sources of a head: enough for all threads, and equally many for each thread.
 int64_t slots_for(const Forward& call, int64_t items, int threads) {
   const int64_t tiles = (call.source + 63) / 64, enough = (2 * threads + items - 1) / items;
   int64_t slots = enough;
@@ -269,7 +157,7 @@ int64_t slots_for(const Forward& call, int64_t items, int threads) {
   return slots < tiles ? slots : tiles;
 }
 
-// Samples and heads that share a bias whose gradient is wanted go to one work item.
+// Assigns samples and heads that share a gradient of a bias to one work item; returns the number of such groups.
 int64_t share_bias(Backward& work) {
   const Forward& call = work.forward;
   const bool wanted = work.dbias.data;
@@ -281,7 +169,7 @@ int64_t share_bias(Backward& work) {
 using Floats = std::unique_ptr<float[]>;
 Floats floats(int64_t count) { return Floats(new (std::nothrow) float[(size_t)count + 1]); }
 
-// A bias that broadcasts over the sources has a sum of each slot.
+// The sums of each slot for the gradient of a bias that broadcasts over the sources.
 struct SlotSums {
   BiasGrad to;
   int64_t count = 0;

@@ -10,7 +10,7 @@ namespace clearhead {
 // The version of the interface between this module and its Python callers. It is raised, together with CONTRACT
 // in attention/impl/native/kernel.py, whenever a binding or the meaning of a result changes, so that a stale build is
 // not used.
-constexpr int kContract = 2;
+constexpr int kContract = 3;
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 

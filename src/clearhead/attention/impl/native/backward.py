@@ -59,7 +59,7 @@ def _run(
     total = (torch.zeros_like(dk), torch.zeros_like(dv)) if wide else (dk, dv)
     for part in parts:
         call = inputs.call(out, part if wide else None)
-        call.set_rows_of_softmax(softmax[0].data_ptr(), softmax[1].data_ptr())
+        call.set_softmax(softmax[0].data_ptr(), softmax[1].data_ptr())
         for extra in (changes, sums):
             if extra is not None:
                 extra.tell(call, part)
@@ -97,7 +97,7 @@ class BiasSums:
     def tell(self, call: Any, part: range) -> None:
         """Tell a kernel call on some of the queries."""
         steps = kernel.steps(self.sums)
-        call.set_bias_gradient(self.sums.data_ptr() + 4 * part.start * steps[2], steps)
+        call.set_bias_grad(self.sums.data_ptr() + 4 * part.start * steps[2], steps)
 
     def value(self) -> Tensor:
         """The gradient, in the shape and dtype of the bias."""

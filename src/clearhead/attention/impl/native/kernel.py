@@ -16,7 +16,7 @@ from clearhead.masks import Mask, Ranges
 from clearhead.readings import BlockMapValue, Reading, TopKValue
 
 # As in native/host/kernel.h.
-CONTRACT = 2
+CONTRACT = 3
 
 
 def _load() -> tuple[Any, str]:
@@ -219,7 +219,7 @@ class Results:
         if self.lse is not None:
             call.set_lse(self.lse.data_ptr())
         if self.softmax is not None:
-            call.set_rows_of_softmax(*(x.data_ptr() for x in self.softmax))
+            call.set_softmax(*(x.data_ptr() for x in self.softmax))
         if self.entropy is not None:
             call.set_entropy(self.entropy.data_ptr())
         if self.distance is not None:
@@ -371,7 +371,7 @@ def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | N
     """The context, where all that was given is right at first sight: the shortest way there is."""
     if mask is not None and not (isinstance(mask, Mask) and mask.relative):
         return None
-    call = _native.plain(query, key, value, scale)
+    call = _native.fast_call(query, key, value, scale)
     if call is None:
         return None
     if mask is not None:

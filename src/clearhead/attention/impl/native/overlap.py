@@ -61,7 +61,7 @@ class Overlap:
         row_of[part.start : part.stop] = torch.arange(len(part), dtype=torch.int32)
         # The call reads them after this returns.
         self.told = row_of, change
-        call.set_rows_change(row_of.data_ptr(), len(part), change.data_ptr())
+        call.set_rows_grad(row_of.data_ptr(), len(part), change.data_ptr())
 
     def _factor(self) -> Tensor:
         """How much of each head's weights the gradient of another's gets, (batch, head, head)."""

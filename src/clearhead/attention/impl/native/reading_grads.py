@@ -133,22 +133,22 @@ class Changes:
         """The kernel's setters with their arguments."""
         asks: list[tuple[Any, ...]] = [("set_row_terms", self.terms)]
         if self.entropy is not None:
-            asks.append(("set_entropy_change", self.entropy))
+            asks.append(("set_entropy_grad", self.entropy))
         if self.distance is not None:
-            asks.append(("set_distance_change", self.distance, self.source - self.shape[2]))
+            asks.append(("set_distance_grad", self.distance, self.source - self.shape[2]))
         if self.scores is not None:
-            asks.append(("set_scores_change", self.scores))
+            asks.append(("set_scores_grad", self.scores))
         if self.received is not None:
-            asks.append(("set_received_change", self.received))
+            asks.append(("set_received_grad", self.received))
         if self.maps and self.overlap is None:
             row_of, total = self._map()
-            asks.append(("set_rows_change", row_of, total.shape[2], total))
+            asks.append(("set_rows_grad", row_of, total.shape[2], total))
         if self.cells is not None:
             counts = (len(x) - 1 for x in self.cells[:2])
-            asks.append(("set_cells_change", *counts, *self.cells))
+            asks.append(("set_cells_grad", *counts, *self.cells))
         if self.tops:
             shares, sources = (torch.cat(x, -1) for x in zip(*self.tops, strict=True))
-            asks.append(("set_top_change", shares.shape[-1], shares, sources))
+            asks.append(("set_top_grad", shares.shape[-1], shares, sources))
         return asks
 
     def split(self, parts: list[range]) -> list[range]:
@@ -165,7 +165,7 @@ class Changes:
             getattr(call, name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in given))
         for edges, change in self.masses.values():
             edges.tell(call, part)
-            call.add_mass_change(change.data_ptr())
+            call.add_mass_grad(change.data_ptr())
         if self.overlap is not None:
             self.overlap.tell(call, part, self._map() if self.maps else None)
 
