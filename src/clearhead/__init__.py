@@ -13,12 +13,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clearhead import masks, readings
-from clearhead._core import errors
-from clearhead.attention import attend
-
 if TYPE_CHECKING:
-    from clearhead import heads, models
+    from clearhead import heads, masks, models, readings
+    from clearhead.attention import attend
     from clearhead.dependence import assert_causal, audit, influence
     from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
     from clearhead.layers import MultiheadAttention, convert
@@ -48,6 +45,9 @@ __all__ = [  # noqa: RUF022
 ]
 
 _HOMES = {
+    "masks": "masks",
+    "readings": "readings",
+    "attend": "attention",
     "MultiheadAttention": "layers",
     "convert": "layers",
     "watch": "recording",
@@ -66,8 +66,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is heavy, or seldom used, at the first use."""
+    """Import each name at its first use: the command handles Ctrl-C before torch is there."""
     if name not in _HOMES:
+        from clearhead._core import errors
+
         also = errors.did_you_mean("" if name.startswith("_") else _meant(name))
         raise AttributeError(f"module 'clearhead' has no attribute {name!r}{also}")
     home = import_module(f"clearhead.{_HOMES[name]}")
@@ -99,15 +101,15 @@ def _meant(name: str) -> str:
     """What somebody may have meant by a name that is not there; empty where nothing is near."""
     if name in _ELSEWHERE:
         return _ELSEWHERE[name].format(name=name)
+    import difflib
+
+    from clearhead import masks, readings
+
     for home in (masks, readings):
         if name in home.__all__:
             return f"{home.__name__.removeprefix('clearhead.')}.{name}"
-    import difflib
-
-    from clearhead.masks import guess
-
     near = difflib.get_close_matches(name, __all__, n=2, cutoff=0.7)
-    return " or ".join(near) or (f"masks.{mask}" if (mask := guess(name)) else "")
+    return " or ".join(near) or (f"masks.{mask}" if (mask := masks.guess(name)) else "")
 
 
 def __dir__() -> list[str]:

@@ -84,7 +84,8 @@ def _ask(arguments: argparse.Namespace) -> dict[str, Any]:
             seen["row"] = describe_row(mask, arguments.row, which)
     if arguments.why is not None:
         with named(i="--why I", j="--why J"):
-            seen["why"] = describe_edge(mask, *arguments.why, which)
+            i, j = arguments.why
+            seen["why"] = describe_edge(mask, i, j, which)
     if arguments.row is None and arguments.why is None:
         cells = 32 if arguments.json else cells_of_terminal(query, source)
         seen["maps"] = describe_maps(mask, which, cells=cells)

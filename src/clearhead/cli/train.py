@@ -148,7 +148,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _out(arguments: argparse.Namespace, training: Training) -> Path:
     from clearhead.models import output_directory
 
-    going_on = arguments.resume is not None and arguments.out is None
-    stem = f"{Path(training.settings.file).stem}-{training.model.name}"
-    out = arguments.resume if going_on else arguments.out or stem
-    return output_directory(Path(out).expanduser(), overwrite=arguments.force or going_on)
+    if arguments.resume is not None and arguments.out is None:
+        return output_directory(Path(arguments.resume).expanduser(), overwrite=True)
+    out = arguments.out or f"{Path(training.settings.file).stem}-{training.model.name}"
+    return output_directory(Path(out).expanduser(), overwrite=arguments.force)

@@ -1,7 +1,7 @@
-"""A small BERT: every position looks both ways, and guesses the tokens that were hidden.
+"""A small BERT: every position attends to all others, and predicts the tokens that are hidden.
 
-Beside `gpt.py` two things differ: there is no causal mask (only padding is masked), and the model
-learns by filling gaps instead of guessing what comes next.
+Two things differ from `gpt.py`: there is no causal mask (only padding is masked), and the model
+learns to fill in masked tokens instead of predicting the next one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from clearhead.models.text import Characters
 __all__ = ["BERT", "hide"]
 
 PAD, MASK = 0, 1
-IGNORE = -100  # the target of a position that is not asked for, as cross_entropy knows it
+IGNORE = -100  # the ignore_index of cross_entropy: positions without a target
 
 
-class Attention(nn.Module):
-    """Several heads, each of which mixes what all real positions hold."""
+class BERTAttention(nn.Module):
+    """Bidirectional multi-head attention; only padding is masked."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-class Block(nn.Module):
-    """Attention, then a feed-forward network; each adds to what the position already holds."""
+class BERTBlock(nn.Module):
+    """Attention, then a feed-forward network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = BERTAttention(width, heads)
         self.feed_norm = nn.LayerNorm(width)
         self.feed = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -107,7 +107,7 @@ class BERT(nn.Module):
         self.size = check_sizes(vocabulary, **self.config)
         self.embedding = nn.Embedding(self.size, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(BERTBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, self.size, bias=False)
         self.apply(_small_weights)
@@ -119,7 +119,7 @@ class BERT(nn.Module):
         mask: masks.Mask | None = None,
         read: Any = None,
     ) -> Any:
-        """Give the logits of the token that belongs at every position."""
+        """Return the logits of the token at every position."""
         check_tokens(tokens, self.length)
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         x = self.dropout(self.embedding(tokens))
@@ -133,10 +133,10 @@ class BERT(nn.Module):
         return logits if read is None else (logits, seen)
 
     def task(self, windows: Int[Tensor, "batch length+1"], generator: torch.Generator):
-        """Make one training batch (tokens, targets, mask): texts of many lengths, with gaps."""
+        """Make one training batch (tokens, targets, mask): texts of many lengths, tokens hidden."""
         tokens = windows[:, :-1]
         batch, position = tokens.shape
-        # Short texts are padded, so that the model learns to read short ones too.
+        # Short texts are padded, so that the model learns short ones too.
         lengths = torch.randint(1, position + 1, (batch,), generator=generator)
         real = torch.arange(position) < lengths[:, None]
         tokens = tokens.where(real, torch.tensor(PAD))
@@ -147,13 +147,13 @@ class BERT(nn.Module):
 def hide(
     tokens: Int[Tensor, "batch position"], real: Tensor, size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Hide 15% of the real tokens (Devlin et al. 2018): what is shown, and the targets.
+    """Hide 15% of the real tokens (Devlin et al. 2018); return the inputs and the targets.
 
     Of those, 80% become [MASK], 10% a random token and 10% stay, so that the model cannot trust
-    what it sees. Targets are -100 where nothing is asked.
+    its input. Targets are -100 at all other positions.
     """
     asked = (torch.rand(tokens.shape, generator=generator) < 0.15) & real
-    asked[0, 0] |= ~asked.any()  # a loss needs at least one question
+    asked[0, 0] |= ~asked.any()  # a loss needs at least one target
     chance = torch.rand(tokens.shape, generator=generator)
     noise = torch.randint(len(BERT.special), size, tokens.shape, generator=generator)
     shown = tokens.where(~(asked & (chance < 0.8)), torch.tensor(MASK))
@@ -162,7 +162,7 @@ def hide(
 
 
 def _small_weights(module: nn.Module) -> None:
-    # Small weights make the first guess uniform: the loss starts near log(vocabulary).
+    # Small weights make the first prediction uniform: the loss starts near log(vocabulary).
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

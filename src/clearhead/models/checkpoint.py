@@ -1,18 +1,20 @@
-"""Models on disk: one safetensors file that says in its JSON header what it holds.
+"""Models on disk: one safetensors file whose JSON header says which model it holds.
 
-Each file is whole in itself and replaced in one step, so that a full disk or a lost machine leaves
-either the old file or the new one.
+Each file is replaced in one step, so that a full disk or a crash leaves either the old file or the
+new one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from clearhead._core import replacing, value_error
 from clearhead.models.bert import BERT
@@ -20,7 +22,16 @@ from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN
 from clearhead.models.text import Characters
 
-__all__ = ["MODEL_FILE", "VERSION", "build", "describe", "is_checkpoint", "load", "save"]
+__all__ = [
+    "MODEL_FILE",
+    "VERSION",
+    "build",
+    "describe",
+    "is_checkpoint",
+    "load",
+    "no_weights",
+    "save",
+]
 
 VERSION = 1
 MODEL_FILE = "model.safetensors"
@@ -30,7 +41,7 @@ SHIPPED = Path(__file__).parent / "data"
 
 
 def save(model: Model, path: str | Path, *, dtype: torch.dtype | None = None) -> Path:
-    """Write a model into a directory, and give the path of its file.
+    """Write a model into a directory, and return the path of its file.
 
     `dtype` stores the weights in another precision (the shipped model is in float16).
     """
@@ -44,8 +55,8 @@ def load(path: str | Path | None = None) -> Model:
     >>> load().name
     'gpt'
 
-    The weights come in float32 and the model in eval mode. What is no model, damaged or of another
-    version is a ValueError that says so.
+    The weights are in float32 and the model in eval mode. A file that is no model, is damaged or
+    has another version is a ValueError that says so.
     """
     path = SHIPPED if path is None else Path(path).expanduser()
     tensors, header = read(path / MODEL_FILE)
@@ -53,7 +64,7 @@ def load(path: str | Path | None = None) -> Model:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Tell whether a directory holds a model of this library (and not of another one)."""
+    """Tell whether a directory holds a model of this library."""
     try:
         read(Path(path).expanduser() / MODEL_FILE, weights=False)
     except (ValueError, OSError):
@@ -62,14 +73,14 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Say in JSON terms what builds this model again."""
+    """Describe the model in JSON terms; `build` makes it again."""
     words = model.vocabulary
     vocabulary = words if isinstance(words, int) else words.characters
     return {"version": VERSION, "model": model.name, **model.config, "vocabulary": vocabulary}
 
 
 def build(tensors: Mapping[str, Tensor], header: Mapping[str, Any], path: Path) -> Model:
-    """Make the model that a header describes, with these weights; check that they fit."""
+    """Build the model that a header describes, and check that the weights fit it."""
     config = dict(header)
     config.pop("version")
     kind = KINDS.get(str(config.pop("model", None)))
@@ -77,7 +88,7 @@ def build(tensors: Mapping[str, Tensor], header: Mapping[str, Any], path: Path) 
         known = ", ".join(KINDS)
         raise value_error("model", f"needs to be one of {known}", got=f"{header.get('model')!r}")
     words = config.pop("vocabulary", None)
-    # More layers than tensors cannot be right, and would take for ever to build.
+    # More layers than tensors cannot be right, and would take forever to build.
     if not isinstance(config.get("layers"), int) or config["layers"] > len(tensors):
         raise _damaged(
             path,
@@ -85,13 +96,30 @@ def build(tensors: Mapping[str, Tensor], header: Mapping[str, Any], path: Path) 
         )
     try:
         vocabulary = Characters(words, kind.special) if isinstance(words, str) else words
-        with torch.device("meta"):
+        with no_weights():
             model = kind(vocabulary, **config)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise _damaged(path, f"its header does not describe a model ({error})") from error
     _check_tensors(model, tensors, path)
     model.load_state_dict({n: t.to(torch.float32) for n, t in tensors.items()}, assign=True)
     return model.requires_grad_()
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Skip the random initialization of parameters: on meta tensors it imports torch._dynamo."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def no_weights() -> Iterator[None]:
+    """Build models on the meta device: they have shapes, and no memory or numbers."""
+    with torch.device("meta"), _Uninitialized():
+        yield
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""What every model needs of its sizes."""
+"""Checks of model sizes and of token tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_sizes", "check_tokens"]
 
 
 def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> int:
-    """Refuse sizes that no model can have; give the number of tokens of the vocabulary."""
+    """Refuse impossible sizes; return the number of tokens in the vocabulary."""
     if not isinstance(vocabulary, Characters | int):
         raise type_error("vocabulary", "needs to be Characters or a number", got=vocabulary)
     size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
@@ -26,14 +26,14 @@ def check_sizes(vocabulary: Characters | int, dropout: float, **sizes: Any) -> i
     if width % heads:
         raise value_error("heads", "needs to divide width", got=f"{heads} heads, width {width}")
     if "heads" in sizes and width // heads % 2:
-        # Features are turned in pairs.
+        # Rotary embeddings rotate features in pairs.
         rule = "width / heads needs to be even"
         raise value_error("width", rule, got=f"{width} / {heads} = {width // heads}")
     return size
 
 
 def check_tokens(tokens: Any, length: int | None = None, *, start: int = 0) -> None:
-    """Refuse what are no token numbers (batch, position), or with `start` more than `length`."""
+    """Refuse anything but token ids (batch, position); with `length`, too many of them."""
     rule = "are token numbers, an integer tensor (batch, position)"
     if not isinstance(tokens, Tensor):
         hint = "model.vocabulary.encode(text)[None] makes them of a text"

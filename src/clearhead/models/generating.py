@@ -1,4 +1,4 @@
-"""Text out of a model, one token after the other."""
+"""Generate text from a model, token by token."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def generate(model: Model, prompt: str, tokens: int = 100, **choice) -> str:
 
 
 def stream(model: Model, prompt: str, tokens: int = 100, **choice) -> Iterator[str]:
-    """Continue a text, and give each new token as soon as it is chosen.
+    """Continue a text, and yield each new token as soon as it is sampled.
 
     `temperature` divides the logits (0 always takes the likeliest token), `top_k` keeps the k
-    likeliest, `seed` makes the draw repeatable, `cache=False` works every token out afresh.
-    `threads` is for large models: a small one is quickest with the one thread it takes.
+    likeliest, `seed` makes sampling repeatable, `cache=False` recomputes the whole text each time.
+    `threads` is for large models: a small one is fastest with one thread, its default.
     """
     model, vocabulary = _writer(model)
     start = vocabulary.encode(prompt)
@@ -73,10 +73,10 @@ def _steps(model, start, tokens, temperature, top_k, seed, cache, threads) -> It
     device = next(model.parameters()).device
     for _ in range(tokens):
         if len(text) > limit or not cache:
-            # The window slides on: each token in it has a new position, so nothing can be kept.
+            # The window slides: every token in it gets a new position, so no cache entry is valid.
             memory, fed = model.new_cache(), max(len(text) - int(min(limit, len(text))), 0)
         new = torch.tensor([text[fed:]], device=device)
-        # Not around the yield: what the caller does in between keeps its own threads.
+        # Not around the yield: the caller keeps its own number of threads in between.
         with torch.no_grad(), small_threads(model, new.numel(), threads):
             logits = model(new, cache=memory)[0, -1]
         fed = len(text)
@@ -90,13 +90,13 @@ def choose(
     top_k: int | None,
     generator: torch.Generator,
 ) -> int:
-    """Draw one token from the softmax of the logits, or take the likeliest at temperature 0."""
+    """Sample one token from the softmax of the logits; temperature 0 takes the largest."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None:
         least = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -math.inf)
-    # Taking the largest away first keeps a tiny temperature from overflowing.
+    # The largest logit is subtracted first, so that a tiny temperature does not overflow.
     weights = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
     return int(torch.multinomial(weights, 1, generator=generator))
 

@@ -1,8 +1,8 @@
-"""A small GPT: every position looks back, and guesses the token that comes next.
+"""A small GPT: every position attends to those before it, and predicts the next token.
 
     tokens -> embedding -> blocks of (attention, feed-forward) -> norm -> logits
 
-Read from top to bottom: how positions are told apart, one attention layer, one block, the model.
+Read from top to bottom: rotary positions, one attention layer, one block, the model.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def turn(
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
 
 
-class Attention(nn.Module):
-    """Several heads, each of which mixes what the positions before it hold."""
+class GPTAttention(nn.Module):
+    """Causal multi-head attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         key = turn(self.split(self.key_layer(x)), positions)
         value = self.split(self.value_layer(x))
         if past is not None:
-            # What earlier positions computed is kept: only the new positions are worked out.
+            # The keys and values of earlier positions are cached: only new positions are computed.
             if past:
                 key = torch.cat([past["key"], key], dim=-2)
                 value = torch.cat([past["value"], value], dim=-2)
@@ -77,13 +77,13 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-class Block(nn.Module):
-    """Attention, then a feed-forward network; each adds to what the position already holds."""
+class GPTBlock(nn.Module):
+    """Attention, then a feed-forward network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = GPTAttention(width, heads)
         self.feed_norm = nn.LayerNorm(width)
         self.feed = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -132,7 +132,7 @@ class GPT(nn.Module):
         size = check_sizes(vocabulary, **self.config)
         self.embedding = nn.Embedding(size, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, size, bias=False)
         self.apply(_small_weights)
@@ -145,10 +145,10 @@ class GPT(nn.Module):
         cache: list[dict[str, Tensor]] | None = None,
         read: Any = None,
     ) -> Any:
-        """Give the logits of the next token at every position.
+        """Return the logits of the next token at every position.
 
         `mask` narrows the causal mask (`masks.document(ids)`); `cache` (from `new_cache`) holds
-        the positions before `tokens` and takes in the new ones.
+        the positions before `tokens` and is extended by the new ones.
         """
         start = cache[0]["key"].shape[-2] if cache and cache[0] else 0
         check_tokens(tokens, self.length, start=start)
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         return logits if read is None else (logits, seen)
 
     def new_cache(self) -> list[dict[str, Tensor]]:
-        """Make an empty cache of keys and values: one for each layer."""
+        """Return an empty cache of keys and values, one for each layer."""
         return [{} for _ in self.blocks]
 
     def task(self, windows: Int[Tensor, "batch length+1"], generator: torch.Generator):
@@ -174,7 +174,7 @@ class GPT(nn.Module):
 
 
 def _small_weights(module: nn.Module) -> None:
-    # Small weights make the first guess uniform: the loss starts near log(vocabulary).
+    # Small weights make the first prediction uniform: the loss starts near log(vocabulary).
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

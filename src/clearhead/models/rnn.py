@@ -1,7 +1,7 @@
 """A small recurrent network (GRU): the contrast to attention.
 
-One state is carried through the sequence and rewritten at every step. What an early token said has
-to survive each of these steps; in `gpt.py` a later position reads it directly.
+One state is carried through the sequence and updated at every step. Information from an early token
+has to survive all of these steps; in `gpt.py` a later position reads it directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RNN(nn.Module):
     (3, 7, 50)
 
     At each step a gate z chooses how much of the old state h stays: h' = (1 - z) * new + z * h.
-    It reads sequences of any length; `length` is only what it is trained on.
+    It reads sequences of any length; `length` is the length of the training windows.
     """
 
     name = "rnn"
@@ -49,18 +49,18 @@ class RNN(nn.Module):
         self.length = length
         size = check_sizes(vocabulary, **self.config)
         self.embedding = nn.Embedding(size, width)
-        # torch drops out between the layers, and warns where there is only one.
+        # torch applies dropout between layers, and warns where there is only one.
         between = dropout if layers > 1 else 0.0
         self.recurrent = nn.GRU(width, width, layers, batch_first=True, dropout=between)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, size, bias=False)
-        # A small head makes the first guess uniform: the loss starts near log(vocabulary).
+        # A small head makes the first prediction uniform: the loss starts near log(vocabulary).
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(
         self, tokens: Int[Tensor, "batch position"], *, cache: dict[str, Tensor] | None = None
     ) -> Float[Tensor, "batch position token"]:
-        """Give the logits of the next token at every position.
+        """Return the logits of the next token at every position.
 
         `cache` (from `new_cache`) holds the state after the positions before `tokens`.
         """
@@ -72,7 +72,7 @@ class RNN(nn.Module):
         return self.head(self.dropout(x))
 
     def new_cache(self) -> dict[str, Tensor]:
-        """Make an empty memory: the state, however long the text was, has one size."""
+        """Return an empty cache: the state has one size, however long the text."""
         return {}
 
     def task(self, windows: Int[Tensor, "batch length+1"], generator: torch.Generator):

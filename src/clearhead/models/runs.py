@@ -11,7 +11,7 @@ import torch
 from clearhead._core import value_error
 from clearhead.attention import free_bytes
 from clearhead.models.bert import BERT
-from clearhead.models.checkpoint import KINDS, MODEL_FILE
+from clearhead.models.checkpoint import KINDS, MODEL_FILE, no_weights
 from clearhead.models.generating import generate
 from clearhead.models.text import Characters
 from clearhead.models.train import TRAINING_FILE, Settings, Training, text_training
@@ -37,7 +37,7 @@ def _must_fit(kind: Any, vocabulary: Characters, sizes: dict[str, Any]) -> None:
     """Refuse a model that memory cannot hold, before making it takes all of the memory."""
 
     def parameters(layers: int) -> int:
-        with torch.device("meta"):
+        with no_weights():
             model = kind(vocabulary, **(sizes | {"layers": layers}))
         return sum(parameter.numel() for parameter in model.parameters())
 

@@ -1,4 +1,4 @@
-"""Text as numbers: a vocabulary of characters, and the reading of training files."""
+"""Text as token ids: a vocabulary of characters, and reading of training files."""
 
 from __future__ import annotations
 

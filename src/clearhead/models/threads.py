@@ -1,4 +1,4 @@
-"""How many threads a small model works with: one, unless somebody chose."""
+"""The number of threads of a small model: one, unless the caller chose another."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from clearhead._core import value_error
 __all__ = ["SMALL", "check_threads", "small_threads"]
 
 # Numbers in what one layer hands to the next (batch x position x width) up to which one thread is
-# used. On idle cores a second thread gains little below, and two fifths at twice as many, as
-# dev/LOG.md says; beside other work it makes a small step many times slower, because threads wait
-# for each other after every operation, a slice of the scheduler each.
+# used. On idle cores a second thread gains little below this size, and two fifths at twice of it
+# (dev/LOG.md); on busy cores it makes a small step many times slower, because the threads wait for
+# each other after every operation, a time slice of the scheduler each.
 SMALL = 1 << 17
-# Whoever sets torch's threads after this import, or through the environment, has chosen.
+# torch.set_num_threads after this import, or a variable of the environment, is the caller's choice.
 _AT_START = torch.get_num_threads()
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuse what is no number of threads."""
+    """Refuse anything but a positive number of threads."""
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise value_error("threads", "needs to be a whole number of 1 or more", got=threads)
 
@@ -37,9 +37,9 @@ def small_threads(model: Any, tokens: int, threads: int | None = None) -> Iterat
     ...     torch.get_num_threads()
     1
 
-    `tokens` are those of one forward; a model of another library, whose width is not known, counts
-    as large. `threads` is the caller's own choice and wins; so do OMP_NUM_THREADS, MKL_NUM_THREADS
-    and `torch.set_num_threads`.
+    `tokens` counts those of one forward; a model of another library, whose width is unknown, counts
+    as large. `threads` overrides the choice; so do OMP_NUM_THREADS, MKL_NUM_THREADS and
+    `torch.set_num_threads`.
     """
     check_threads(threads)
     config = getattr(model, "config", None)

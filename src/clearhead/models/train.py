@@ -1,7 +1,7 @@
-"""One training loop for all three models, which can stop and go on as if nothing had happened.
+"""One training loop for all three models, which can stop and resume bit for bit.
 
-Everything random in step n follows from the seed and n alone: which windows are read, what is
-hidden, what dropout drops. So a checkpoint needs the weights, the optimizer and n.
+All randomness of step n depends only on the seed and n: which windows are read, which tokens are
+hidden, what dropout drops. So a checkpoint holds the weights, the optimizer state and n.
 
 `python -m clearhead.models.train` makes the GPT that ships with the library.
 """
@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor, Any]  # tokens, targets, mask or None
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training run is set to; all of it is kept in the checkpoint."""
+    """The settings of a training run; the checkpoint holds all of them."""
 
     steps: int = 600
     batch: int = 16
@@ -42,8 +42,8 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     validate_every: int = 50
-    text: str = ""  # a digest of the text, so that a run goes on with the text it began with
-    file: str = ""  # where the text lay, so that a run can go on without being told
+    text: str = ""  # a digest of the text: a run resumes with the text it began with
+    file: str = ""  # the path of the text, so that a run resumes without naming it
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
@@ -59,7 +59,7 @@ class Settings:
             raise value_error("seed", "needs to be in 0..2147483647", got=self.seed)
 
     def learning_rate_at(self, step: int) -> float:
-        """Rise over the first steps, then fall to a tenth along a cosine (Loshchilov 2016)."""
+        """Linear warm-up, then cosine decay to a tenth (Loshchilov and Hutter 2016)."""
         warmup = min(100, self.steps // 10 + 1)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
@@ -68,7 +68,7 @@ class Settings:
 
 
 class Step(NamedTuple):
-    """What one step gave. `validation` is None where it was not measured."""
+    """The losses of one step; `validation` is None where it was not measured."""
 
     number: int
     loss: float
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 class Training:
-    """A model on its way: iterate over it to train, and `save` it between any two steps.
+    """A training run: iterate over it to train, and `save` it between any two steps.
 
     >>> from clearhead.models import RNN
     >>> tokens = torch.arange(8).repeat(4, 1)
@@ -87,11 +87,11 @@ class Training:
     >>> steps[-1].loss < steps[0].loss
     True
 
-    `batches(number)` gives the batch of a step: tokens, targets (-100 where nothing is asked) and
-    a mask or None. It has to give the same batch for the same number each time.
+    `batches(number)` returns the batch of a step: tokens, targets (-100 where no loss is taken) and
+    a mask or None. It must return the same batch for the same number each time.
 
-    A small model is trained by one thread, because more would wait for each other longer than they
-    work. `threads` chooses; so do OMP_NUM_THREADS and `torch.set_num_threads`.
+    A small model trains with one thread, because several would wait for each other longer than they
+    compute. `threads` overrides that; so do OMP_NUM_THREADS and `torch.set_num_threads`.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Training:
         return Step(self.step, loss.item(), self.validate() if due else None)
 
     def validate(self) -> float | None:
-        """Give the mean loss on text that is not trained on; None where there is none."""
+        """Return the mean loss on held-out text; None where there is none."""
         if not self.validation:
             return None
         self.model.eval()
@@ -158,7 +158,7 @@ class Training:
         return sum(losses) / len(losses)
 
     def save(self, path: str | Path) -> None:
-        """Write all that is needed to go on, then the model itself, into a directory."""
+        """Write the state to resume from, then the model itself, into a directory."""
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors.update({f"adamw.{number}.{key}": t for key, t in state.items()})
@@ -172,7 +172,7 @@ class Training:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy, in nats, over the positions that are asked for."""
+    """Cross-entropy in nats over the positions that have a target."""
     tokens, targets, mask = batch
     logits = model(tokens) if mask is None else model(tokens, mask=mask)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
@@ -215,7 +215,7 @@ def resume(
     steps: int | None = None,
     threads: int | None = None,
 ) -> Training:
-    """Take up a training of `text_training` where it was saved. More `steps` make it longer.
+    """Resume a training of `text_training` from its checkpoint; more `steps` make it longer.
 
     Without a `text`, the file that `Settings.file` named is read again.
     """
@@ -254,7 +254,7 @@ def _state(header: dict[str, Any], path: Path) -> tuple[int, Settings]:
 
 
 def text_of(path: str | Path) -> str:
-    """Read the text of a saved training again, from where it lay when the training began."""
+    """Read the text of a saved training from the path it had when the training began."""
     path = Path(path).expanduser()
     _, settings = _state(checkpoint.read(path / TRAINING_FILE, weights=False)[1], path)
     if not settings.file:
@@ -295,7 +295,7 @@ def _windows(
 
 
 def _mixed(seed: int, number: int) -> int:
-    # Into 32 bits, because torch's generator looks at no more of a seed.
+    # 32 bits: torch's generator uses no more of a seed.
     return (seed * 1_000_003 + number) % 2**32
 
 

@@ -33,32 +33,32 @@ def difference_without(
 
     from clearhead.intervention import effects
 
-    strongest = weights.topk(min(max(top, LIMIT), weights.shape[-1]))
-    sources = [
-        source
-        for source, weight in zip(
-            strongest.indices.tolist(), strongest.values.tolist(), strict=True
-        )
-        if weight > 0
-    ]
-    edges = [(at, source) for source in sources]
+    edges = [(at, source) for source in _strongest(weights, max(top, LIMIT))]
     found = effects(reader.model, (torch.tensor([ids]),), edges=edges, heads=heads, position=at)
-    before = math.exp(found.before)
-    rows = [
-        {
-            "position": row.cut[1],
-            "label": names[row.cut[1]],
-            "weight": row.weight,
-            "probability": math.exp(found.before + row.effect),
-            "change": math.exp(found.before + row.effect) - before,
-        }
-        for row in found
-    ]
+    rows = [_row(cut, found.before, names) for cut in found]
     correlation = found.rank_correlation
     return {
-        "probability": before,
+        "probability": math.exp(found.before),
         "sources": sorted(rows, key=lambda row: -row["weight"])[:top],
         "compared": len(rows),
         "rank_correlation": None if math.isnan(correlation) else correlation,
         "words": found.words,
+    }
+
+
+def _strongest(weights: Tensor, most: int) -> list[int]:
+    best = weights.topk(min(most, weights.shape[-1]))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [source for source, weight in pairs if weight > 0]
+
+
+def _row(cut: Any, before: float, names: list[str]) -> dict[str, Any]:
+    """One cut: its source, the weight on it, and the probability without it."""
+    probability = math.exp(before + cut.effect)
+    return {
+        "position": cut.cut[1],
+        "label": names[cut.cut[1]],
+        "weight": cut.weight,
+        "probability": probability,
+        "change": probability - math.exp(before),
     }

@@ -78,24 +78,14 @@ def _fitting(reader: Reader, ids: list[int]) -> tuple[list[int], list[str]]:
 
 def _attention(asked: Asked) -> dict[str, Any]:
     """Watch one pass over the text: where the position looks, in every layer and head."""
-    from clearhead import masks
-    from clearhead.readings import Entropy, Mass, Rows, Weights
     from clearhead.recording import watch
 
     at, size = asked.at, len(asked.ids)
     whole = size <= MAP_LIMIT
-    read = (
-        Rows([at]),
-        Entropy(),
-        Mass(masks.diagonal(0)),
-        Mass(masks.diagonal(1)),
-        Mass(masks.first(1)),
-        *((Weights(),) if whole else ()),
-    )
-    with watch(asked.reader.model, read=read) as records:
+    with watch(asked.reader.model, read=_readings(at, whole)) as records:
         logits = asked.reader.predict(asked.ids)
-    layers = [_layer(record, at, size) for record in records]
-    layers = [found for found in layers if found is not None]
+    found = (_layer(record, at, size) for record in records)
+    layers = [layer for layer in found if layer is not None]
     layer = _index("layer", asked.layer, len(layers), default=len(layers) - 1)
     rows, head = layers[layer]["rows"], asked.head
     if head is not None:
@@ -111,6 +101,14 @@ def _attention(asked: Asked) -> dict[str, Any]:
         "map": _map(layers[layer], head) if whole else None,
         "notes": [str(note) for note in records.notes],
     }
+
+
+def _readings(at: int, whole: bool) -> tuple[Any, ...]:
+    from clearhead import masks
+    from clearhead.readings import Entropy, Mass, Rows, Weights
+
+    edges = (masks.diagonal(0), masks.diagonal(1), masks.first(1))
+    return (Rows([at]), Entropy(), *map(Mass, edges), *((Weights(),) if whole else ()))
 
 
 def _influence(asked: Asked) -> dict[str, Any]:
