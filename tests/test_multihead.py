@@ -611,14 +611,13 @@ def test_sources_that_the_layer_appends_are_open_under_every_mask(
 
 def test_the_appended_mask_agrees_with_itself() -> None:
     from clearhead._core.sizes import Sizes
-    from clearhead.layers.appended import AppendedSources
 
     for inner in (
         masks.causal(),
         masks.keep(torch.rand(3, 6) < 0.5),
         masks.first(2) | masks.window(1),
     ):
-        mask = AppendedSources(inner, 2)
+        mask = inner.appended(2)
         whole = mask.dense(5, 8, batch=3)
         assert torch.equal(whole[..., :6], inner.dense(5, 6, batch=3))
         assert whole[..., 6:].all()
@@ -632,7 +631,7 @@ def test_the_appended_mask_agrees_with_itself() -> None:
                 assert block.name != "FULL" or tile.all()
                 assert block.name != "EMPTY" or not tile.any()
         with pytest.raises(ValueError, match="mask"):
-            AppendedSources(masks.keep(torch.ones(3, 6, dtype=torch.bool)), 2).dense(5, 9, batch=3)
+            masks.keep(torch.ones(3, 6, dtype=torch.bool)).appended(2).dense(5, 9, batch=3)
 
 
 def test_read_mirrors_attend() -> None:

@@ -1,4 +1,4 @@
-"""One way to say what was wrong: the argument, the rule, what was got, the shapes, what to do."""
+"""The form of every error: the argument, the rule, what was got, the shapes, what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
       key    (2, 5, 8)
       to do: project key first
 
-    `got` is what was passed, `shapes` maps names to shapes (or tensors), `hint` says what to do.
+    `got` is what was passed, `shapes` maps names to shapes (or tensors), `hint` is what to do.
     """
     return ValueError(_message(argument, rule, **parts))
 
@@ -31,19 +31,19 @@ def type_error(argument: str, rule: str, **parts: Any) -> TypeError:
 
 
 def warn(argument: str, rule: str, **parts: Any) -> None:
-    """Warn of what is allowed and seldom meant, at the line that called the library.
+    """Warn of an argument that is legal but rarely intended, at the line that called the library.
 
-    Parts are those of `value_error`. Python shows a warning once for each line that causes it.
+    Parts as in `value_error`. Python shows a warning once for each line that causes it.
     """
     level, frame = 1, sys._getframe()
-    # Between that line and here are calls of the library's own, and of torch's modules.
+    # The frames in between belong to the library itself and to torch's modules.
     while frame and str(frame.f_globals.get("__name__")).startswith(("clearhead.", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(_message(argument, rule, **parts), UserWarning, stacklevel=level)
 
 
 def did_you_mean(names: str) -> str:
-    """Close the sentence of an error with what may have been meant; with nothing for no names."""
+    """Return the end of an error's sentence that suggests names; empty without names."""
     return f"; did you mean {names}?" if names else ""
 
 
@@ -66,5 +66,5 @@ def _message(
 
 def _shape(value: Any) -> str:
     shape = tuple(getattr(value, "shape", value))
-    # None is a size that fits every other.
+    # None is a size that fits every size.
     return str(shape).replace("None", "any")

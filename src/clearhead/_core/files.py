@@ -1,4 +1,4 @@
-"""Files that are always whole: written beside their place, then put into it in one step."""
+"""Files that are always complete: written under a temporary name, then renamed atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["replacing"]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to; the file takes its place once the block ends well.
+    """Yield a path in the same folder to write to; it replaces `path` if the block succeeds.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "kept.txt"
@@ -24,8 +24,8 @@ def replacing(path: Path) -> Iterator[Path]:
     >>> path.read_text()
     'new'
 
-    A full disk or a lost machine leaves the old file or the new one, and an error leaves no rest.
-    What is there and is no file (a device, a pipe, a directory) is a ValueError: it would be lost.
+    A full disk or a crash leaves the old file or the new one, and an error leaves no partial file.
+    A path that exists and is no regular file (a device, a pipe, a directory) is a ValueError.
     """
     if path.exists() and not path.is_file():
         raise value_error("path", "names a file", got=f"{path}, which is there and is none")

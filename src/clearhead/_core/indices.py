@@ -1,4 +1,4 @@
-"""Numbers by which layers, heads, queries and calls are chosen."""
+"""Numbers that choose layers, heads, queries, positions and calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from clearhead._core.errors import type_error, value_error
 
-__all__ = ["is_number", "numbers"]
+__all__ = ["is_number", "numbers", "position"]
 
 
 def is_number(given: Any) -> bool:
-    """Say whether it is a whole number; True and False are none."""
+    """Return whether it is an integer; True and False are not."""
     return isinstance(given, Integral) and not isinstance(given, bool)
 
 
@@ -29,3 +29,12 @@ def numbers(name: str, given: Any) -> tuple[int, ...] | None:
     if not listed:
         raise value_error(name, "needs at least one number", got="none")
     return tuple(int(number) for number in listed)
+
+
+def position(name: str, given: Any, size: int) -> int:
+    """Check a position among `size`, counted from the end where negative."""
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise type_error(name, "takes a position, as an integer", got=repr(given))
+    if not -size <= given < size:
+        raise value_error(name, f"lies in 0..{size - 1}, or counts from the end", got=given)
+    return given % size

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["watchers"]
+__all__ = ["active_transforms", "readable"]
 
 
-def watchers() -> list[str]:
-    """What looks into the running call, so that only plain torch operations can serve it.
+def active_transforms() -> list[str]:
+    """List the transforms and modes around the running call; plain torch operations serve them all.
 
-    A compiled kernel, a shortcut that depends on stored values and a hand-written backward all
-    need to know.
+    A compiled kernel, a shortcut that depends on stored values and a handwritten backward do not.
     """
     if torch.compiler.is_compiling():
-        # What follows cannot be traced, and need not be asked.
+        # The checks below cannot be traced, and are not needed.
         return ["torch.compile or torch.export is tracing the call"]
     found = []
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
@@ -27,3 +27,14 @@ def watchers() -> list[str]:
     if torch._C._get_tracing_state() is not None:
         found.append("torch.jit.trace is recording the call")
     return found
+
+
+def readable(values: Tensor) -> bool:
+    """Whether Python may read the values now: not while they are traced, mapped or fake."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(values) in (Tensor, torch.nn.Parameter)
+        and not values.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(values)  # pyright: ignore[reportAttributeAccessIssue]
+        and not torch._C._len_torch_dispatch_stack()
+    )

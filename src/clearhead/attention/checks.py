@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._core import type_error, value_error, warn, watchers
+from clearhead._core import active_transforms, type_error, value_error, warn
 from clearhead.attention.problem import Problem
 from clearhead.masks import MAY_ATTEND, Mask, no_mask, only_ones_and_zeros
 from clearhead.readings import Reading, Scores, Weights
@@ -279,7 +279,7 @@ def warn_if_backwards(given: Tensor) -> None:
 def _at_hand(given: Tensor) -> bool:
     """Whether its numbers can be looked at now, without waiting for a device."""
     plain = type(given) in (Tensor, torch.nn.Parameter) and given.is_cpu and given.numel() > 0
-    return plain and not watchers()
+    return plain and not active_transforms()
 
 
 def _corner(given: Tensor) -> float:

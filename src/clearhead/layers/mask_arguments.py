@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._core import Sizes, type_error, value_error, watchers
+from clearhead._core import Sizes, active_transforms, type_error, value_error
 from clearhead.attention import warn_if_backwards
-from clearhead.layers.appended import AppendedSources
 from clearhead.layers.checks import LayerSizes
 from clearhead.masks import MAY_ATTEND, Mask, no_mask
 
@@ -52,7 +51,7 @@ class MaskArguments:
         if not parts:
             return None
         edges = functools.reduce(operator.and_, parts)
-        return AppendedSources(edges, appended) if appended else edges
+        return edges.appended(appended) if appended else edges
 
     def bias(self, appended: int) -> Tensor | None:
         """Add up all that is added to the scores."""
@@ -126,7 +125,7 @@ def _check_disguise(name: str, mask: Tensor) -> None:
 
 def _hidden(x: Tensor) -> bool:
     """Whether the stored values are unknown: the call is traced, or the tensor has no storage."""
-    return x.is_meta or bool(watchers())
+    return x.is_meta or bool(active_transforms())
 
 
 def _per_head(mask: Tensor, sizes: LayerSizes) -> Tensor:

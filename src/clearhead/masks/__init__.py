@@ -19,15 +19,18 @@ from __future__ import annotations
 from typing import Any
 
 from clearhead._core import did_you_mean
+from clearhead.masks import algebra as algebra  # registers what the operators make
 from clearhead.masks.convert import from_additive, from_huggingface, from_multihead, from_sdpa
-from clearhead.masks.listed import edges
-from clearhead.masks.make import MAY_ATTEND as MAY_ATTEND
-from clearhead.masks.make import dense, document, duplicate, induction, keep, lengths, same, where
-from clearhead.masks.make import no_mask as no_mask
-from clearhead.masks.make import only_ones_and_zeros as only_ones_and_zeros
-from clearhead.masks.mask import Block, Mask
-from clearhead.masks.mask import Own as Own
-from clearhead.masks.parse import guess, parse
+from clearhead.masks.data import dense, keep, lengths
+from clearhead.masks.data import only_ones_and_zeros as only_ones_and_zeros
+from clearhead.masks.edgewise import edges, where
+from clearhead.masks.edgewise import from_ranges as from_ranges
+from clearhead.masks.ids import document, duplicate, induction, same
+from clearhead.masks.mask import Mask
+from clearhead.masks.parse import MAY_ATTEND as MAY_ATTEND
+from clearhead.masks.parse import guess as guess
+from clearhead.masks.parse import no_mask as no_mask
+from clearhead.masks.parse import parse
 from clearhead.masks.positional import (
     band,
     causal,
@@ -38,6 +41,7 @@ from clearhead.masks.positional import (
     prefix,
     window,
 )
+from clearhead.masks.protocol import Block
 from clearhead.masks.ranges import Ranges as Ranges
 from clearhead.masks.text import Map, default_sizes, picture
 

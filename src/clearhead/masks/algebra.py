@@ -1,6 +1,6 @@
-"""The masks that `& | - ~` make."""
+"""The masks that the operators `& | - ~` make."""
 
-# The methods are documented once, in Mask.
+# The methods are documented once, in EdgeSet and Mask.
 # ruff: noqa: D102
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clearhead._core import value_error
-from clearhead.masks.mask import Block, Mask, Own, how_many, readable
+from clearhead._core import readable, value_error
+from clearhead.masks.data import dense
+from clearhead.masks.mask import Mask
+from clearhead.masks.protocol import AXES, Block, Edge, Own, Tile, Verdict, how_many
 from clearhead.masks.ranges import Interval, complement, intersection, tidy
 
 if TYPE_CHECKING:
@@ -22,11 +24,19 @@ class Pair(Mask):
 
     _made_of = ("left", "right")
     _sign = ""
+    _either = False  # whether an edge in one side is enough
+    _negates_right = False
 
     def __init__(self, left: Mask, right: Mask):
         self.left, self.right = left, right
-        self.own = _agree(self, left, right)
+        self.own = Own(*(_agreed(name, left, right) for name in Own._fields))
         self._calls = left._calls or right._calls
+
+    @classmethod
+    def of(cls, left: Mask | Tensor, right: Mask | Tensor) -> Any:
+        """Join two masks; a bool tensor counts as `dense(tensor)`."""
+        sides = [dense(side) if isinstance(side, Tensor) else side for side in (left, right)]
+        return cls(*sides) if all(isinstance(side, Mask) for side in sides) else NotImplemented
 
     def to(self, device: torch.device | str) -> Mask:
         left, right = self.left.to(device), self.right.to(device)
@@ -45,11 +55,51 @@ class Pair(Mask):
         right = f"({right})" if self.right._rank <= self._rank else right
         return f"{left} {self._sign} {right}"
 
+    def _ordered(self) -> tuple[Mask, Mask]:
+        """Both sides; one that calls a user's function comes last, on edges that it decides."""
+        return (self.right, self.left) if self.left._calls else (self.left, self.right)
 
-class And(Pair):
+    def _explain(self, edge: Edge, negated: bool) -> Verdict:
+        # ~(a | b) is ~a & ~b: both sides have to allow the edge.
+        both = self._either == negated
+        sides = [(self.left, negated), (self.right, negated != self._negates_right)]
+        step = -1 if self.left._calls and not self.right._calls else 1
+        (first, flip), (last, flip_last) = sides[::step]
+        verdict = first._explain(edge, flip)
+        if last._calls and verdict.allowed != both:
+            # A user's function is not asked about edges that are decided without it.
+            return verdict
+        return _joined([verdict, last._explain(edge, flip_last)][::step], both)
+
+
+def _joined(found: list[Verdict], both: bool) -> Verdict:
+    """The verdict of two sides, both of which must allow the edge, or one."""
+    allowed = (all if both else any)(side.allowed for side in found)
+    agree = [side for side in found if side.allowed == allowed]
+    against = [part for side in found if side.allowed != allowed for part in side.deciding]
+    if len(agree) == 2:
+        against = agree[0].contrary + agree[1].contrary
+    return Verdict(allowed, [part for side in agree for part in side.deciding], against)
+
+
+def _agreed(name: str, left: Mask, right: Mask) -> int | None:
+    """The size of one axis that two masks fix together."""
+    a, b = getattr(left.own, name), getattr(right.own, name)
+    loose = (None, 1) if name in ("batch", "head") else (None,)
+    if a not in loose and b not in loose and a != b:
+        raise value_error(
+            "mask",
+            f"{left._brief()} is made for {how_many(a, name)}, {right._brief()} for {b}",
+            shapes={f"left  {AXES}": left.own, f"right {AXES}": right.own},
+            hint="compose masks made from the data of the same call",
+        )
+    return b if a in loose and b is not None else a
+
+
+class And(Pair, sign="&"):
     """The edges in both."""
 
-    _sign, _rank = "&", 1
+    _rank = 1
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         return self.left._at(b, h, i, j, sizes) & self.right._at(b, h, i, j, sizes)
@@ -58,24 +108,21 @@ class And(Pair):
         self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
     ) -> Tensor:
         # A user's function is asked last, and only about edges that the other side allows.
-        first, last = (self.right, self.left) if self.left._calls else (self.left, self.right)
+        first, last = self._ordered()
         edges = first._tile(rows, columns, sizes, within)
         if last._calls:
             within = edges if within is None else edges & within
         return edges & last._tile(rows, columns, sizes, within)
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        tile = (top, bottom, left, right, query, source)
-        first = self.left._block(*tile)
-        return first and Block(min(first, self.right._block(*tile)))
+    def _block(self, tile: Tile) -> Block:
+        first = self.left._block(tile)
+        return first and Block(min(first, self.right._block(tile)))
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
         if left is None or right is None:
             return None
-        return torch.maximum(left[0], right[0]), torch.minimum(left[1], right[1])
+        return intersection([left], [right])[0]
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         left = self.left._ranges(i, sizes, most)
@@ -85,10 +132,11 @@ class And(Pair):
         return intersection(left, right)
 
 
-class Or(Pair):
+class Or(Pair, sign="|"):
     """The edges in one or both."""
 
-    _sign, _rank = "|", 0
+    _rank = 0
+    _either = True
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         return self.left._at(b, h, i, j, sizes) | self.right._at(b, h, i, j, sizes)
@@ -96,41 +144,43 @@ class Or(Pair):
     def _tile(
         self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
     ) -> Tensor:
-        first, last = (self.right, self.left) if self.left._calls else (self.left, self.right)
+        first, last = self._ordered()
         edges = first._tile(rows, columns, sizes, within)
         if last._calls:
             within = ~edges if within is None else within & ~edges
         return edges | last._tile(rows, columns, sizes, within)
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        tile = (top, bottom, left, right, query, source)
-        first = self.left._block(*tile)
-        return first if first == Block.FULL else Block(max(first, self.right._block(*tile)))
+    def _block(self, tile: Tile) -> Block:
+        first = self.left._block(tile)
+        return first if first == Block.FULL else Block(max(first, self.right._block(tile)))
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
         if left is None or right is None:
             return None
-        (a, b), (c, d) = tidy(*left, sizes.source), tidy(*right, sizes.source)
-        touching = (torch.maximum(a, c) <= torch.minimum(b, d)) | (a == b) | (c == d)
-        if not readable(touching) or not touching.all():
-            return None
-        start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
-        return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
+        return _union(tidy(*left, sizes.source), tidy(*right, sizes.source))
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         left = self.left._ranges(i, sizes, most)
         right = None if left is None else self.right._ranges(i, sizes, most)
         if left is None or right is None:
             return None
-        joined = super()._ranges(i, sizes, most)
-        union = left + right if joined is None else joined
+        one = super()._ranges(i, sizes, most)
+        union = left + right if one is None else one
         return union if len(union) <= most else None
 
 
-class Not(Mask):
+def _union(left: Interval, right: Interval) -> Interval | None:
+    """The union of two tidy intervals where it is one in every row, else None."""
+    (a, b), (c, d) = left, right
+    touching = (torch.maximum(a, c) <= torch.minimum(b, d)) | (a == b) | (c == d)
+    if not readable(touching) or not touching.all():
+        return None
+    start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
+    return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
+
+
+class Not(Mask, sign="~"):
     """All other edges."""
 
     _made_of = ("inner",)
@@ -161,34 +211,38 @@ class Not(Mask):
     ) -> Tensor:
         return ~self.inner._tile(rows, columns, sizes, within)
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        return Block(2 - self.inner._block(top, bottom, left, right, query, source))
+    def _block(self, tile: Tile) -> Block:
+        return Block(2 - self.inner._block(tile))
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         found = self.inner._intervals(i, sizes)
-        if found is None:
-            return None
-        start, stop = tidy(*found, sizes.source)
-        empty, last = start == stop, stop == sizes.source
-        one_side = empty | last | (start == 0)
-        if not readable(one_side) or not one_side.all():
-            return None
-        zero = torch.zeros_like(start)
-        begin = torch.where(empty | last, zero, stop)
-        end = torch.where(last & ~empty, start, zero + sizes.source)
-        return begin, end
+        return None if found is None else _other_side(tidy(*found, sizes.source), sizes.source)
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         found = self.inner._ranges(i, sizes, most)
         return complement(found[0], sizes.source) if found and len(found) == 1 else None
 
+    def _explain(self, edge: Edge, negated: bool) -> Verdict:
+        return self.inner._explain(edge, not negated)
 
-class Minus(Pair):
+
+def _other_side(interval: Interval, source: int) -> Interval | None:
+    """The complement of a tidy interval where it is one interval in every row, else None."""
+    start, stop = interval
+    empty, last = start == stop, stop == source
+    one_side = empty | last | (start == 0)
+    if not readable(one_side) or not one_side.all():
+        return None
+    zero = torch.zeros_like(start)
+    begin = torch.where(empty | last, zero, stop)
+    return begin, torch.where(last & ~empty, start, zero + source)
+
+
+class Minus(Pair, sign="-"):
     """The edges of the first that are not in the second."""
 
-    _sign, _rank = "-", 2
+    _rank = 2
+    _negates_right = True
 
     def __init__(self, left: Mask, right: Mask):
         super().__init__(left, right)
@@ -202,43 +256,55 @@ class Minus(Pair):
     ) -> Tensor:
         return self._both._tile(rows, columns, sizes, within)
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        return self._both._block(top, bottom, left, right, query, source)
+    def _block(self, tile: Tile) -> Block:
+        return self._both._block(tile)
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         return self._both._intervals(i, sizes)
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         return self._both._ranges(i, sizes, most)
 
 
-def compose(kind: type[Pair], left: Mask | Tensor, right: Mask | Tensor) -> Any:
-    """Join two masks; a bool tensor counts as `dense(tensor)`."""
-    from clearhead.masks.make import dense
+class Appended(Mask, sign="+"):
+    """A mask over the first sources; every query may also attend to `extra` appended ones."""
 
-    sides = [dense(side) if isinstance(side, Tensor) else side for side in (left, right)]
-    if not all(isinstance(side, Mask) for side in sides):
-        return NotImplemented
-    return kind(*sides)
+    def __init__(self, inner: Mask, extra: int):
+        self.inner, self.extra, self._calls = inner, extra, inner._calls
+        source = None if inner.own.source is None else inner.own.source + extra
+        self.own = inner.own._replace(source=source)
 
+    def to(self, device: torch.device | str) -> Mask:
+        return Appended(self.inner.to(device), self.extra)
 
-def _agree(whole: Pair, left: Mask, right: Mask) -> Own:
-    """The sizes that two masks fix together."""
-    sizes = []
-    for name in Own._fields:
-        a, b = getattr(left.own, name), getattr(right.own, name)
-        loose = (None, 1) if name in ("batch", "head") else (None,)
-        if a not in loose and b not in loose and a != b:
-            raise value_error(
-                "mask",
-                f"{left._brief()} is made for {how_many(a, name)}, {right._brief()} for {b}",
-                shapes={
-                    "left  (batch, head, query, source)": left.own,
-                    "right (batch, head, query, source)": right.own,
-                },
-                hint="compose masks made from the data of the same call",
-            )
-        sizes.append(b if a in loose and b is not None else a)
-    return Own(*sizes)
+    def check(self, sizes: Sizes) -> None:
+        self.inner.check(self._before(sizes))
+
+    def _before(self, sizes: Sizes) -> Sizes:
+        return sizes._replace(source=sizes.source - self.extra)
+
+    def _text(self, full: bool) -> str:
+        return f"appended({self.inner._text(full)}, {self.extra})"
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        before = self._before(sizes)
+        if before.source == 0:
+            return (i == i) & (j == j)
+        inside = self.inner._at(b, h, i, j.clamp(max=before.source - 1), before)
+        return inside | (j >= before.source)
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        before, added = self._before(sizes), columns >= sizes.source - self.extra
+        if before.source == 0:
+            return added.expand(len(rows), -1)
+        within = None if within is None else within & ~added
+        return self.inner._tile(rows, columns.clamp(max=before.source - 1), before, within) | added
+
+    def _block(self, tile: Tile) -> Block:
+        before = tile.source - self.extra
+        if tile.left >= before:
+            return Block.FULL
+        inside = self.inner._block(tile._replace(right=min(tile.right, before), source=before))
+        return inside if tile.right <= before or inside == Block.FULL else Block.PARTIAL

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._core import type_error, value_error
-from clearhead.masks.data import Dense
-from clearhead.masks.make import dense, keep, only_ones_and_zeros, require_bool
-from clearhead.masks.mask import Mask, readable
+from clearhead._core import readable, type_error, value_error
+from clearhead.masks.data import Dense, dense, keep, only_ones_and_zeros, require_bool
+from clearhead.masks.mask import Mask
 from clearhead.masks.positional import causal, everything
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -1,17 +1,19 @@
-"""Masks that hold data: lengths, padding, document ids, tokens and tensors."""
+"""Masks that hold data for every position: lengths, padding and whole bool tensors."""
 
-# The methods are documented once, in Mask.
+# The methods are documented once, in EdgeSet and Mask.
 # ruff: noqa: D102
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from clearhead._core import value_error
-from clearhead.masks.mask import Block, Mask, Own, readable
-from clearhead.masks.ranges import Interval
+from clearhead._core import readable, type_error, value_error
+from clearhead.masks.mask import Mask
+from clearhead.masks.protocol import Block, Own, Tile
+from clearhead.masks.ranges import Interval, runs
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -28,7 +30,7 @@ class Lengths(Mask):
     def __init__(self, source: Tensor, query: Tensor | None):
         self.source, self.query = source, query
         counts = [t.shape[0] for t in (source, query) if t is not None and t.dim()]
-        self.own = Own(batch=_many(counts))
+        self.own = Own(batch=many_samples(counts))
         self._known: list[tuple[int, int | None]] | None = None
 
     def to(self, device: torch.device | str) -> Mask:
@@ -38,10 +40,8 @@ class Lengths(Mask):
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
         for b, (source, query) in enumerate(self._read() or ()):
-            for name, length, size in (
-                ("source", source, sizes.source),
-                ("query", query, sizes.query),
-            ):
+            for name, length in (("source", source), ("query", query)):
+                size = getattr(sizes, name)
                 if length is not None and length > size:
                     raise value_error(
                         "mask",
@@ -54,7 +54,7 @@ class Lengths(Mask):
         return max((max(source, query or 0) for source, query in self._read() or ()), default=0)
 
     def _read(self) -> list[tuple[int, int | None]] | None:
-        """The lengths of every sample as numbers, where they can be known."""
+        """The lengths of every sample as numbers, None where they cannot be read."""
         if self._known is None and all(t is None or readable(t) for t in (self.source, self.query)):
             many = 1 if self.own.batch is None else self.own.batch
             source = self.source.expand(many).tolist()
@@ -74,18 +74,16 @@ class Lengths(Mask):
         query = "" if self.query is None else f", query={show(self.query)}"
         return f"lengths({show(self.source)}{query})"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
+    def _block(self, tile: Tile) -> Block:
         known = self._read()
         if known is None:
             return Block.PARTIAL
-        if all(left >= s or (q is not None and top >= q) for s, q in known):
+        if all(tile.left >= s or (q is not None and tile.top >= q) for s, q in known):
             return Block.EMPTY
-        full = all(right <= s and (q is None or bottom <= q) for s, q in known)
+        full = all(tile.right <= s and (q is None or tile.bottom <= q) for s, q in known)
         return Block.FULL if full else Block.PARTIAL
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         shape = () if self.own.batch is None else (-1, 1, 1)
         stop = self.source.to(i.device).reshape(shape) + torch.zeros_like(i)
         if self.query is not None:
@@ -102,6 +100,43 @@ class Lengths(Mask):
         return f"source {j} is one of the {source} sources of {sample}"
 
 
+def lengths(
+    source: Tensor | Sequence[int] | int, *, query: Tensor | Sequence[int] | int | None = None
+) -> Mask:
+    """The first `source` sources of every sample are real, the others are padding on the right.
+
+    >>> print(lengths([3, 1]).picture(3, sample=1))
+    sample 1
+      0 1 2
+    0 ■ · ·
+    1 ■ · ·
+    2 ■ · ·
+
+    One length for all samples, or one a sample, (batch,). `query` also empties the rows of
+    padded queries.
+    """
+    if source is None:
+        raise type_error("source", "takes lengths, as integers", got="None")
+    sides = {"source": source, "query": query}
+    found = {name: _lengths(name, side) for name, side in sides.items() if side is not None}
+    counts = {len(side) for side in found.values() if side.dim() and len(side) != 1}
+    if len(counts) > 1:
+        raise value_error("query", "has one length a sample, as source does", shapes=found)
+    return Lengths(found["source"], found.get("query"))
+
+
+def _lengths(name: str, values: Any) -> Tensor:
+    tensor = as_tensor(name, values)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        hint = "keep(real) takes one bool for each position" if tensor.dtype == torch.bool else None
+        raise type_error(name, "takes lengths, as integers", got=str(tensor.dtype), hint=hint)
+    if tensor.dim() > 1:
+        raise value_error(name, "is one length, or one a sample (batch,)", shapes={name: tensor})
+    if readable(tensor) and (tensor < 0).any():
+        raise value_error(name, "lengths are 0 or more", got=tensor.min().item())
+    return tensor.to(torch.int64)
+
+
 class Keep(Mask):
     """Edges to real sources."""
 
@@ -109,8 +144,8 @@ class Keep(Mask):
 
     def __init__(self, real: Tensor):
         self.real = real
-        self.own = Own(batch=_samples(real), source=real.shape[-1])
-        self._sums: tuple[list[int], list[int]] | None = None
+        self.own = Own(batch=samples(real), source=real.shape[-1])
+        self._counts: tuple[list[int], ...] | None = None
 
     def to(self, device: torch.device | str) -> Mask:
         return Keep(self.real.to(device))
@@ -121,21 +156,24 @@ class Keep(Mask):
     def _text(self, full: bool) -> str:
         return f"keep({show(self.real)})"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        if self._sums is None:
-            if not readable(self.real):
-                return Block.PARTIAL
-            flat = torch.atleast_2d(self.real)
-            both = (flat.any(0), flat.all(0))
-            self._sums = tuple([0, *x.cumsum(0).tolist()] for x in both)  # pyright: ignore
-        some, every = self._sums  # pyright: ignore[reportGeneralTypeIssues]
-        if some[right] == some[left]:
+    def _block(self, tile: Tile) -> Block:
+        counts = self._counted()
+        if counts is None:
+            return Block.PARTIAL
+        left, right = tile.left, tile.right
+        some, every = (x[right] - x[left] for x in counts)
+        if not some:
             return Block.EMPTY
-        return Block.FULL if every[right] - every[left] == right - left else Block.PARTIAL
+        return Block.FULL if every == right - left else Block.PARTIAL
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _counted(self) -> tuple[list[int], ...] | None:
+        """How many sources up to each are real in some samples, and in all; None if unreadable."""
+        if self._counts is None and readable(self.real):
+            flat = torch.atleast_2d(self.real)
+            self._counts = tuple([0, *x.cumsum(0).tolist()] for x in (flat.any(0), flat.all(0)))
+        return self._counts
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         found = runs(self.real.to(i.device))
         if found is None:
             return None
@@ -148,131 +186,25 @@ class Keep(Mask):
         return f"source {j} is {'real' if real else 'padding'}{sample}"
 
 
-class Same(Mask):
-    """Edges between equal ids; without `query_ids` the queries are the last of the sources."""
+def keep(real: Tensor | Sequence[bool] | Sequence[Sequence[bool]]) -> Mask:
+    """Real sources may be read, padding on any side may not: True = real.
 
-    _made_of = ("name", "query_ids", "source_ids")
+    >>> print(keep([False, True, True]).picture(3))
+      0 1 2
+    0 · ■ ■
+    1 · ■ ■
+    2 · ■ ■
 
-    def __init__(self, name: str, query_ids: Tensor | None, source_ids: Tensor):
-        self.name, self.query_ids, self.source_ids = name, query_ids, source_ids
-        given = [source_ids] if query_ids is None else [query_ids, source_ids]
-        batch = _many([len(ids) for ids in given if ids.dim() == 2])
-        query = None if query_ids is None else query_ids.shape[-1]
-        self.own = Own(batch, None, query, source_ids.shape[-1])
-        self._extents: dict[tuple[bool, int, int], tuple[list[int], list[int]]] = {}
-
-    def to(self, device: torch.device | str) -> Mask:
-        query = None if self.query_ids is None else self.query_ids.to(device)
-        return type(self)(self.name, query, self.source_ids.to(device))
-
-    def check(self, sizes: Sizes) -> None:
-        super().check(sizes)
-        if self.query_ids is None:
-            _check_last(self, sizes)
-
-    def _queries(self, i: Any, sizes: Sizes) -> tuple[Tensor, Any]:
-        if self.query_ids is not None:
-            return self.query_ids, i
-        return self.source_ids, i + (sizes.source - sizes.query)
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        ids, i = self._queries(i, sizes)
-        return at(ids, b, i) == at(self.source_ids, b, j)
-
-    def _text(self, full: bool) -> str:
-        query = "" if self.query_ids is None else f"{show(self.query_ids)}, "
-        return f"{self.name}({query}{show(self.source_ids)})"
-
-    def _extent(self, queries: bool, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Least and largest id among some positions, for every sample."""
-        key = (queries, start, stop)
-        if key not in self._extents:
-            ids = self.query_ids if queries and self.query_ids is not None else self.source_ids
-            part = ids[..., start:stop].reshape(-1, stop - start)
-            self._extents[key] = (part.amin(-1).tolist(), part.amax(-1).tolist())
-        return self._extents[key]
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        if not readable(self.source_ids) or (
-            self.query_ids is not None and not readable(self.query_ids)
-        ):
-            return Block.PARTIAL
-        offset = source - query if self.query_ids is None else 0
-        rows = _extend(self._extent(True, top + offset, bottom + offset), self.own.batch)
-        columns = _extend(self._extent(False, left, right), self.own.batch)
-        samples = list(zip(*rows, *columns, strict=True))
-        if all(high < least or most < low for low, high, least, most in samples):
-            return Block.EMPTY
-        full = all(low == high == least == most for low, high, least, most in samples)
-        return Block.FULL if full else Block.PARTIAL
-
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
-        if self.query_ids is not None or not readable(self.source_ids):
-            return None
-        ids = self.source_ids.to(i.device)
-        found = spans(torch.atleast_2d(ids))
-        if found is None:
-            return None
-        last = i + (sizes.source - sizes.query)
-        start, stop = (x[0, last] if self.own.batch is None else x[:, None, last] for x in found)
-        return start, stop
-
-    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
-        ids, p = self._queries(torch.tensor(i, device=self.source_ids.device), sizes)
-        mine = int(at(ids, b, p))
-        its = int(at(self.source_ids, b, torch.tensor(j, device=self.source_ids.device)))
-        what = "document" if self.name == "document" else "id"
-        sample = f" in sample {b}" if self.own.batch else ""
-        if mine == its:
-            return f"query {i} and source {j} both have {what} {its}{sample}"
-        return f"query {i} has {what} {mine}, source {j} has {what} {its}{sample}"
-
-
-class Repeats(Mask):
-    """Edges to (`shift` 0) or one after (`shift` 1) earlier occurrences of the query's token."""
-
-    _made_of = ("name", "tokens")
-
-    def __init__(self, name: str, tokens: Tensor, shift: int):
-        self.name, self.tokens, self.shift = name, tokens, shift
-        self.own = Own(batch=_samples(tokens), source=tokens.shape[-1])
-
-    def to(self, device: torch.device | str) -> Mask:
-        return Repeats(self.name, self.tokens.to(device), self.shift)
-
-    def check(self, sizes: Sizes) -> None:
-        super().check(sizes)
-        _check_last(self, sizes)
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        p, k = i + (sizes.source - sizes.query), j - self.shift
-        alike = at(self.tokens, b, p) == at(self.tokens, b, k.clamp(min=0))
-        return alike & (k < p) & (k >= 0)
-
-    def _text(self, full: bool) -> str:
-        return f"{self.name}({show(self.tokens)})"
-
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        last = bottom - 1 + source - query
-        beyond = left - self.shift >= last or right - 1 - self.shift < 0
-        return Block.EMPTY if beyond else Block.PARTIAL
-
-    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
-        p, k = i + sizes.source - sizes.query, j - self.shift
-        asker = f"query {i}" + (f" (at position {p})" if p != i else "")
-        if k < 0:
-            return f"no token comes before source {j}"
-        if k >= p:
-            return f"source {j} {'follows' if self.shift else 'is'} no token before {asker}"
-        mine, its = (
-            int(at(self.tokens, b, torch.tensor(x, device=self.tokens.device))) for x in (p, k)
+    (source,) for all samples, or (batch, source). Padded queries still read the real sources;
+    `keep(real) & same(real, real)` empties their rows too.
+    """
+    tensor = as_tensor("real", real)
+    if tensor.dtype != torch.bool:
+        hint = (
+            "tokens != pad_id makes it; masks.from_huggingface(mask) takes a mask of ones and zeros"
         )
-        where = f"source {j} follows token {its}" if self.shift else f"source {j} is token {its}"
-        return f"{where}, {asker} is token {mine}"
+        raise type_error("real", "takes bools, True = real", got=str(tensor.dtype), hint=hint)
+    return Keep(ranked("real", tensor))
 
 
 class Dense(Mask):
@@ -314,20 +246,18 @@ class Dense(Mask):
     def _text(self, full: bool) -> str:
         return f"dense({show(self.tensor)})"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        # On an accelerator each answer would wait for the device.
+    def _block(self, tile: Tile) -> Block:
+        # On an accelerator each answer would synchronize with the device.
         if not readable(self.tensor) or self.tensor.device.type != "cpu":
             return Block.PARTIAL
-        rows = slice(top, bottom) if self.own.query is not None else slice(None)
-        columns = slice(left, right) if self.own.source is not None else slice(None)
+        rows = slice(tile.top, tile.bottom) if self.own.query is not None else slice(None)
+        columns = slice(tile.left, tile.right) if self.own.source is not None else slice(None)
         part = self.tensor[..., rows, columns]
         if not part.any():
             return Block.EMPTY
         return Block.FULL if part.all() else Block.PARTIAL
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         tensor = self.tensor.to(i.device)
         tensor = tensor.expand(*tensor.shape[:-2], sizes.query, sizes.source)
         return runs(tensor)
@@ -347,6 +277,88 @@ class Dense(Mask):
         return f"the tensor is {bool(self._at(b_, h_, i_, j_, sizes))} there"
 
 
+def dense(tensor: Tensor | Sequence[Sequence[bool]]) -> Mask:
+    """The edges that are True in a bool tensor, (query, source) or (batch, head, query, source).
+
+    >>> print(dense([[True, False], [False, True]]).picture(2))
+      0 1
+    0 ■ ·
+    1 · ■
+
+    Axes of size 1 fit every size. The tensor is not copied. Masks of other polarity or dtype have
+    their own converters: `from_multihead`, `from_additive`, `from_huggingface`.
+    """
+    tensor = require_bool("tensor", as_tensor("tensor", tensor, copy=False))
+    if tensor.dim() not in (2, 4):
+        raise value_error(
+            "tensor",
+            "is (query, source) or (batch, head, query, source); "
+            "other ranks can be read in two ways",
+            shapes={"tensor": tensor},
+            hint="tensor[None] adds a batch axis to (head, query, source), tensor[:, None] a head "
+            "axis to (batch, query, source); keep(real) takes (batch, source)",
+        )
+    return Dense(tensor)
+
+
+def require_bool(name: str, tensor: Tensor) -> Tensor:
+    """Return a bool tensor; refuse other dtypes, each with how to express what it may mean."""
+    if tensor.dtype == torch.bool:
+        return tensor
+    if only_ones_and_zeros(tensor):
+        raise type_error(
+            name,
+            "a mask of ones and zeros is nearly always a bool mask in disguise",
+            got=str(tensor.dtype),
+            hint=f"{name}.bool() if 1 means may attend, ~{name}.bool() if 1 means blocked; "
+            "masks.from_huggingface takes (batch, source)",
+        )
+    if tensor.is_floating_point():
+        raise type_error(
+            name,
+            "takes a bool tensor, True = may attend",
+            got=str(tensor.dtype),
+            hint="pass numbers that are added to the scores as bias=; masks.from_additive takes "
+            "0 and -inf",
+        )
+    raise type_error(
+        name,
+        "takes a bool tensor, True = may attend",
+        got=str(tensor.dtype),
+        hint=f"compare first, as in {name} != 0",
+    )
+
+
+def only_ones_and_zeros(tensor: Tensor) -> bool:
+    """Whether every value is 0 or 1, with a 1 among them; False where they cannot be read."""
+    if not readable(tensor) or tensor.is_complex() or not tensor.numel():
+        return False
+    return bool(((tensor == 0) | (tensor == 1)).all() and (tensor == 1).any())
+
+
+def as_tensor(name: str, values: Any, *, copy: bool = True) -> Tensor:
+    """Return the values as a tensor of their own, or a view without `copy`."""
+    if isinstance(values, Tensor):
+        # A mask is immutable, even where the caller's tensor changes.
+        return values.detach().clone() if copy else values.detach()
+    try:
+        tensor = torch.tensor(values)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise value_error(name, f"is a tensor or lists of equal lengths ({error})") from None
+    return tensor.to(torch.int64) if not tensor.numel() else tensor
+
+
+def ranked(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of positions; refuse ranks other than 1 and 2."""
+    if tensor.dim() not in (1, 2):
+        raise value_error(
+            name,
+            "is (position,), the same for every sample, or (batch, position)",
+            shapes={name: tensor},
+        )
+    return tensor
+
+
 def at(values: Tensor, b: Any, i: Any) -> Tensor:
     """Values of (position,) or (batch, position) at index tensors that broadcast."""
     values = values.to(i.device)
@@ -357,68 +369,18 @@ def at(values: Tensor, b: Any, i: Any) -> Tensor:
     return values[b if values.shape[0] != 1 else b * 0, i]
 
 
-def runs(real: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Start and stop of the one run of True in every row (last axis), or None."""
-    if not readable(real):
-        return None
-    size = real.shape[-1]
-    if not size:
-        zero = torch.zeros(real.shape[:-1], dtype=torch.int64, device=real.device)
-        return zero, zero
-    many = real.sum(-1)
-    start = real.to(torch.uint8).argmax(-1)
-    last = size - 1 - real.flip(-1).to(torch.uint8).argmax(-1)
-    if ((many > 0) & (last - start + 1 != many)).any():
-        return None
-    return start, start + many
-
-
-def spans(ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Start and stop of each position's run of equal ids (batch, position), if no id comes back."""
-    many, size = ids.shape
-    index = torch.arange(size, device=ids.device).expand(many, size)
-    if not size:
-        return index, index
-    change = ids[:, 1:] != ids[:, :-1]
-    edge = change.new_ones(many, 1)
-    starts = torch.cat([edge, change], -1)
-    # An id that comes back has more runs than there are different ids.
-    ordered = ids.sort(-1).values
-    if not torch.equal((ordered[:, 1:] != ordered[:, :-1]).sum(-1), change.sum(-1)):
-        return None
-    start = torch.where(starts, index, 0).cummax(-1).values
-    stops = torch.where(torch.cat([change, edge], -1), index + 1, size)
-    return start, stops.flip(-1).cummin(-1).values.flip(-1)
-
-
 def show(values: Tensor) -> str:
-    """A tensor inside of an expression: its values where they are few."""
+    """A tensor inside an expression: its values where they are few."""
     if values.numel() > SHOWN or not readable(values):
         return f"<{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}>"
     return str(values.tolist())
 
 
-def _samples(values: Tensor) -> int | None:
+def samples(values: Tensor) -> int | None:
+    """The batch size of (batch, position), None for (position,)."""
     return values.shape[0] if values.dim() == 2 else None
 
 
-def _many(counts: list[int]) -> int | None:
-    """The samples of several tensors; one sample stands for as many as the others have."""
+def many_samples(counts: list[int]) -> int | None:
+    """The batch size of several tensors, where a size of 1 broadcasts."""
     return next((count for count in counts if count != 1), counts[0] if counts else None)
-
-
-def _extend(extent: tuple[list[int], list[int]], batch: int | None) -> tuple[list[int], list[int]]:
-    """Ids that are the same for every sample, for each sample."""
-    low, high = extent
-    many = 1 if batch is None else batch
-    return (low, high) if len(low) == many else (low * many, high * many)
-
-
-def _check_last(mask: Mask, sizes: Sizes) -> None:
-    if sizes.query > sizes.source:
-        raise value_error(
-            "mask",
-            f"{mask._brief()}: the queries are the last sources, so there are at most as many",
-            shapes={"(query, source)": (sizes.query, sizes.source)},
-            hint="same(query_ids, source_ids) takes the ids of both sides",
-        )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
 from clearhead._core import did_you_mean, type_error, value_error
-from clearhead.masks import listed, make, positional
+from clearhead.masks import data, edgewise, ids, positional
 from clearhead.masks.algebra import And, Minus, Not, Or
 from clearhead.masks.mask import Mask
 from clearhead.masks.positional import LARGEST
@@ -26,14 +25,14 @@ LEAVES: dict[str, Callable[..., Mask]] = {
         positional.diagonal,
         positional.first,
         positional.prefix,
-        make.lengths,
-        make.keep,
-        make.document,
-        make.same,
-        make.induction,
-        make.duplicate,
-        make.dense,
-        listed.edges,
+        data.lengths,
+        data.keep,
+        ids.document,
+        ids.same,
+        ids.induction,
+        ids.duplicate,
+        data.dense,
+        edgewise.edges,
     )
 }
 # What other libraries and papers call them: known in hints only.
@@ -63,6 +62,8 @@ SIGNS = {ast.BitAnd: And, ast.BitOr: Or, ast.Sub: Minus}
 LONGEST, DEEPEST = 10_000, 100
 OPERATORS = "masks compose with & (both), | (either), - (without), ~ (all other edges)"
 SHOWN = 72
+# What a mask argument takes, as an error says it.
+MAY_ATTEND = "is a Mask or a bool tensor (True = may attend)"
 
 
 def parse(expression: str) -> Mask:
@@ -96,7 +97,25 @@ def guess(name: str) -> str:
     """What somebody may have meant by a name that is not there; empty where nothing is near."""
     if name.lower() in ALIASES:
         return ALIASES[name.lower()]
+    import difflib
+
     return " or ".join(difflib.get_close_matches(name[:40].lower(), LEAVES, n=3, cutoff=0.5))
+
+
+def no_mask(name: str, given: Any, rule: str = MAY_ATTEND) -> TypeError:
+    """Refuse what is neither a mask nor a tensor, with the way to say what it means."""
+    hint = "for example masks.causal(), or a bool tensor with True where a query may attend"
+    got = type(given).__name__
+    if isinstance(given, str):
+        hint = f"masks.parse({given!r}) reads an expression, such as that of masks.causal()"
+    elif isinstance(given, list | tuple):
+        hint = "masks.edges(pairs) takes (query, source) pairs, masks.dense(rows) rows of bools; "
+        hint += "most masks have a name, as masks.causal()"
+    elif callable(given):
+        got = f"the {got} {getattr(given, '__name__', '')}".rstrip()
+        ours = str(getattr(given, "__module__", "")).startswith("clearhead.masks")
+        hint = f"add (): masks.{given.__name__}()" if ours else "masks.where takes such functions"
+    return type_error(name, rule, got=got, hint=hint)
 
 
 class _Reader:

@@ -1,6 +1,6 @@
-"""Masks of numbers alone: every row is one interval of sources."""
+"""Masks of positions alone: every row is one interval of sources."""
 
-# The methods are documented once, in Mask.
+# The methods are documented once, in EdgeSet and Mask.
 # ruff: noqa: D102
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from clearhead._core import type_error, value_error
-from clearhead.masks.mask import Block, Mask
-from clearhead.masks.ranges import Ranges
+from clearhead.masks.mask import Mask
+from clearhead.masks.protocol import Block, Tile
+from clearhead.masks.ranges import Interval, Ranges
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -23,14 +24,14 @@ Align = Literal["end", "start"] | int
 
 
 def standing(align: Align, query: int, source: int) -> int:
-    """The source position at which query 0 stands."""
+    """The source position of query 0."""
     if isinstance(align, str):
         return source - query if align == "end" else 0
     return align
 
 
 def named_align(align: Align, full: bool) -> str:
-    """The argument of an expression; without `full` only where it is not the usual one."""
+    """The argument in an expression; without `full` only where it is not the default."""
     if align == "end" and not full:
         return ""
     return f', align="{align}"' if isinstance(align, str) else f", align={align}"
@@ -47,12 +48,10 @@ class Everything(Mask):
     def _text(self, full: bool) -> str:
         return "everything()"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
+    def _block(self, tile: Tile) -> Block:
         return Block.FULL
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         zero = torch.zeros_like(i)
         return zero, zero + sizes.source
 
@@ -71,12 +70,10 @@ class Nothing(Mask):
     def _text(self, full: bool) -> str:
         return "nothing()"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
+    def _block(self, tile: Tile) -> Block:
         return Block.EMPTY
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         zero = torch.zeros_like(i)
         return zero, zero
 
@@ -98,14 +95,12 @@ class First(Mask):
     def _text(self, full: bool) -> str:
         return f"{self.name}({self.n})"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        if left >= self.n:
+    def _block(self, tile: Tile) -> Block:
+        if tile.left >= self.n:
             return Block.EMPTY
-        return Block.FULL if right <= self.n else Block.PARTIAL
+        return Block.FULL if tile.right <= self.n else Block.PARTIAL
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         zero = torch.zeros_like(i)
         return zero, zero + min(self.n, sizes.source)
 
@@ -114,7 +109,7 @@ class First(Mask):
 
 
 class Relative(Mask):
-    """Edges whose source stands from `low` to `high` positions after the query (None: any)."""
+    """Edges whose source lies from `low` to `high` positions after the query (None: any)."""
 
     _made_of = ("name", "low", "high", "align")
     relative = True
@@ -141,18 +136,16 @@ class Relative(Mask):
         given = "".join(f", {number}" for number in self.given) + named_align(self.align, full)
         return f"{self.name}({given.removeprefix(', ')})"
 
-    def _block(
-        self, top: int, bottom: int, left: int, right: int, query: int, source: int
-    ) -> Block:
-        offset = self._offset(query, source)
-        least, most = left - (bottom - 1 + offset), right - 1 - (top + offset)
+    def _block(self, tile: Tile) -> Block:
+        offset = self._offset(tile.query, tile.source)
+        least, most = tile.left - (tile.bottom - 1 + offset), tile.right - 1 - (tile.top + offset)
         low = least if self.low is None else self.low
         high = most if self.high is None else self.high
         if most < low or least > high:
             return Block.EMPTY
         return Block.FULL if low <= least and most <= high else Block.PARTIAL
 
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         at = i + self._offset(sizes.query, sizes.source)
         start = torch.zeros_like(at) if self.low is None else at + self.low
         stop = torch.zeros_like(at) + sizes.source if self.high is None else at + self.high + 1
@@ -208,9 +201,9 @@ def causal(align: Align = "end") -> Mask:
     0 ■ ■ ■ ·
     1 ■ ■ ■ ■
 
-    `align` says where the queries stand among the sources: "end" puts the last query at the last
-    source (right for a KV cache), "start" the first query at source 0 (`is_causal` of torch), and
-    an integer is the position of the first query (for a cache that is not filled to its end).
+    `align` places the queries among the sources: "end" puts the last query at the last source
+    (right for a KV cache), "start" the first query at source 0 (torch's `is_causal`), and an
+    integer is the position of the first query (for a cache that is not filled to its end).
     """
     return Relative("causal", (), None, 0, read_align(align))
 
@@ -268,7 +261,7 @@ def diagonal(distance: int, align: Align = "end") -> Mask:
 
 
 def first(n: int) -> Mask:
-    """The edges to sources 0..n-1, as of attention sinks: `readings.Mass(masks.first(4))`.
+    """The edges to sources 0..n-1, as for attention sinks: `readings.Mass(masks.first(4))`.
 
     >>> print(first(1).picture(3))
       0 1 2

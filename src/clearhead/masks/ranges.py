@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from clearhead._core import readable
+
 # Start and stop of one range for each query: (query,), or (batch or 1, head or 1, query).
 Interval = tuple[Tensor, Tensor]
 
@@ -53,6 +55,40 @@ def tidy(start: Tensor, stop: Tensor, source: int) -> Interval:
     """Clamp an interval to the sources, with stop == start where a row is empty."""
     start, stop = start.clamp(0, source), stop.clamp(0, source)
     return start, torch.maximum(start, stop)
+
+
+def runs(real: Tensor) -> Interval | None:
+    """Start and stop of the one run of True in every row (last axis), or None."""
+    if not readable(real):
+        return None
+    size = real.shape[-1]
+    if not size:
+        zero = torch.zeros(real.shape[:-1], dtype=torch.int64, device=real.device)
+        return zero, zero
+    many = real.sum(-1)
+    start = real.to(torch.uint8).argmax(-1)
+    last = size - 1 - real.flip(-1).to(torch.uint8).argmax(-1)
+    if ((many > 0) & (last - start + 1 != many)).any():
+        return None
+    return start, start + many
+
+
+def spans(ids: Tensor) -> Interval | None:
+    """Start and stop of each position's run of equal ids (batch, position), if no id comes back."""
+    many, size = ids.shape
+    index = torch.arange(size, device=ids.device).expand(many, size)
+    if not size:
+        return index, index
+    change = ids[:, 1:] != ids[:, :-1]
+    edge = change.new_ones(many, 1)
+    starts = torch.cat([edge, change], -1)
+    # An id that comes back has more runs than there are different ids.
+    ordered = ids.sort(-1).values
+    if not torch.equal((ordered[:, 1:] != ordered[:, :-1]).sum(-1), change.sum(-1)):
+        return None
+    start = torch.where(starts, index, 0).cummax(-1).values
+    stops = torch.where(torch.cat([change, edge], -1), index + 1, size)
+    return start, stops.flip(-1).cummin(-1).values.flip(-1)
 
 
 def complement(interval: Interval, source: int) -> list[Interval]:

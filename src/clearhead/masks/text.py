@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from clearhead._core import value_error
-from clearhead.masks.algebra import Minus, Not, Or, Pair
-from clearhead.masks.mask import Mask, pick, position
-from clearhead.masks.tally import Tally
-
-if TYPE_CHECKING:
-    from clearhead._core import Sizes
+from clearhead._core import Sizes, position, value_error
+from clearhead.masks.protocol import MAX_TESTED, Block, Edge, EdgeSet, Tile
 
 NONE, ALL = "·", "■"
 # Shares of a tile: under a third, under two thirds, less than all.
 SHADES = "░▒▓"
 LEGEND = f"{NONE} none  {SHADES[0]} under 1/3  {SHADES[1]} under 2/3  {SHADES[2]} more  {ALL} all"
-# How many samples and heads of a mask that varies are drawn unless one is asked for.
+# The number of samples and heads of a mask that varies that are drawn unless one is asked for.
 PICTURES = 4
 # Without sizes, a mask is drawn for this many positions.
 DEFAULT = 8
-
-
-class Part(NamedTuple):
-    """A leaf of a composed mask and what it says about an edge."""
-
-    text: str
-    reason: str
-    allows: bool
+# Tiles of up to this many positions a side are tested edge by edge where `block` is PARTIAL.
+TILE = 128
 
 
 class Map(NamedTuple):
@@ -57,64 +47,67 @@ class Map(NamedTuple):
         return "\n".join(([self.name] if self.name else []) + draw(self))
 
 
+class EdgeCounter:
+    """Counts the edges of tiles exactly; only tiles that `block` calls PARTIAL are tested."""
+
+    def __init__(self, mask: EdgeSet, sizes: Sizes):
+        self.mask, self.sizes, self.tested = mask, sizes, 0
+        row = torch.zeros(min(sizes.query, 1), dtype=torch.int64)
+        column = torch.zeros(min(sizes.source, 1), dtype=torch.int64)
+        # For some masks only an answer shows whether they vary over samples and heads.
+        shape = mask._tile(row, column, sizes).shape
+        self.lead = tuple(shape[:2]) if len(shape) == 4 else (1, 1)
+
+    def count(self, top: int, bottom: int, left: int, right: int) -> int | Tensor:
+        """Return the number of edges of a tile; (batch or 1, head or 1) where samples differ."""
+        tall, wide = bottom - top, right - left
+        if not tall or not wide:
+            return 0
+        tile = Tile(top, bottom, left, right, self.sizes.query, self.sizes.source)
+        block = self.mask._block(tile)
+        if block != Block.PARTIAL:
+            return tall * wide if block else 0
+        if tall <= TILE and wide <= TILE:
+            return self._test(tile)
+        down = (top, top + tall // 2, bottom) if tall > TILE else (top, bottom)
+        across = (left, left + wide // 2, right) if wide > TILE else (left, right)
+        parts = product(pairwise(down), pairwise(across))
+        return sum(self.count(*rows, *columns) for rows, columns in parts)
+
+    def _test(self, tile: Tile) -> int | Tensor:
+        rows, columns = torch.arange(tile.top, tile.bottom), torch.arange(tile.left, tile.right)
+        self.tested += len(rows) * len(columns) * self.lead[0] * self.lead[1]
+        if self.tested > MAX_TESTED:
+            raise self.mask._too_many(self.sizes)
+        counted = self.mask._tile(rows, columns, self.sizes).sum((-2, -1))
+        return counted if counted.dim() == 2 else int(counted)
+
+
 def why(
-    mask: Mask, i: int, j: int, sizes: Sizes, sample: int | None = None, head: int | None = None
+    mask: EdgeSet, i: int, j: int, sizes: Sizes, sample: int | None = None, head: int | None = None
 ) -> str:
     """The verdict on an edge, and the parts that decide it."""
     i, j = position("i", i, sizes.query), position("j", j, sizes.source)
     mask.check(sizes)
-    allowed, decisive, contrary = _explain(mask, (i, j, sizes, sample, head), False)
-    lines = [f"query {i} may {'' if allowed else 'not '}read source {j}"]
-    verb, other = ("allowed", "blocks") if allowed else ("blocked", "allows")
-    lines += [f"- {verb} by {part.text}: {part.reason}" for part in decisive]
-    lines += [f"- although {part.text} {other} it: {part.reason}" for part in contrary]
+    verdict = mask._explain(Edge(i, j, sizes, sample, head), negated=False)
+    lines = [f"query {i} may {'' if verdict.allowed else 'not '}read source {j}"]
+    verb, other = ("allowed", "blocks") if verdict.allowed else ("blocked", "allows")
+    lines += [f"- {verb} by {part.text}: {part.reason}" for part in verdict.deciding]
+    lines += [f"- although {part.text} {other} it: {part.reason}" for part in verdict.contrary]
     return "\n".join(lines)
 
 
-def _explain(
-    mask: Mask, edge: tuple[int, int, Sizes, int | None, int | None], negated: bool
-) -> tuple[bool, list[Part], list[Part]]:
-    """Whether the (negated) mask allows the edge, and the parts for and against that verdict."""
-    if isinstance(mask, Not):
-        return _explain(mask.inner, edge, not negated)
-    if not isinstance(mask, Pair):
-        return _leaf(mask, edge, negated)
-    both = isinstance(mask, Or) == negated  # whether both sides have to allow the edge
-    flips = (negated, negated != isinstance(mask, Minus))
-    order = sorted(((mask.left, flips[0]), (mask.right, flips[1])), key=lambda side: side[0]._calls)
-    first = _explain(order[0][0], edge, order[0][1])
-    if order[1][0]._calls and first[0] != both:
-        return first  # a function is not asked about edges that are decided without it
-    second = _explain(order[1][0], edge, order[1][1])
-    found = (first, second) if order[0][0] is mask.left else (second, first)
-    allowed = all(side[0] for side in found) if both else any(side[0] for side in found)
-    agree = [side for side in found if side[0] == allowed]
-    against = [part for side in found if side[0] != allowed for part in side[1]]
-    if len(agree) == 2:
-        against = agree[0][2] + agree[1][2]
-    return allowed, [part for side in agree for part in side[1]], against
-
-
-def _leaf(
-    mask: Mask, edge: tuple[int, int, Sizes, int | None, int | None], negated: bool
-) -> tuple[bool, list[Part], list[Part]]:
-    i, j, sizes, sample, head = edge
-    tile = mask._tile(torch.tensor([i]), torch.tensor([j]), sizes)
-    allows = bool(pick(mask, tile, sample, head)) != negated
-    reason = mask._reason((sample or 0), (head or 0), i, j, sizes)
-    text = f"~{mask._short()}" if negated else mask._short()
-    return allows, [Part(text, reason, allows)], []
-
-
-def summary(mask: Mask) -> str:
+def summary(mask: EdgeSet) -> str:
     """The expression and a picture of it, for as many positions as its data has, or 8."""
     if mask._calls:
-        return mask._short()  # a function may not be made for the sizes that would be drawn
+        # A user's function may fail for the sizes that would be drawn.
+        return mask._short()
     query, source = default_sizes(mask)
-    return f"{mask._short()}\n{mask.picture(query, source)}"
+    drawn = maps(mask, mask._sizes(query, source), None, None, cells=32)
+    return f"{mask._short()}\n{picture(drawn)}"
 
 
-def default_sizes(mask: Mask) -> tuple[int, int]:
+def default_sizes(mask: EdgeSet) -> tuple[int, int]:
     """As many queries and sources as the mask's data has, or as it needs, or 8."""
     query, source = mask.own.query, mask.own.source
     if source is None:
@@ -123,7 +116,7 @@ def default_sizes(mask: Mask) -> tuple[int, int]:
 
 
 def picture(maps: list[Map]) -> str:
-    """The text of some maps, with what their signs mean where that is not plain."""
+    """The text of some maps, with a legend where they have shades."""
     pieces = [str(each) for each in maps[:PICTURES]]
     if maps and not all(each.whole for each in maps):
         pieces.append(legend(maps[0]))
@@ -132,23 +125,30 @@ def picture(maps: list[Map]) -> str:
     return "\n".join(pieces)
 
 
-def maps(mask: Mask, sizes: Sizes, sample: int | None, head: int | None, cells: int) -> list[Map]:
+def maps(
+    mask: EdgeSet, sizes: Sizes, sample: int | None, head: int | None, cells: int
+) -> list[Map]:
     """The maps of the samples and heads that differ, or of the ones asked for."""
     if not isinstance(cells, int) or cells < 1:
         raise value_error("cells", "is a number of tiles a side, 1 or more", got=cells)
     mask.check(sizes)
-    tally = Tally(mask, sizes)
-    rows, columns = _edges(sizes.query, cells), _edges(sizes.source, cells)
-    counts = torch.zeros(*tally.lead, len(rows) - 1, len(columns) - 1, dtype=torch.float64)
-    for r, c in product(range(len(rows) - 1), range(len(columns) - 1)):
-        counts[..., r, c] = torch.as_tensor(tally.count(*rows[r : r + 2], *columns[c : c + 2]))
-    area = torch.tensor(rows).diff()[:, None] * torch.tensor(columns).diff()
-    samples, heads = tally.lead
+    counter = EdgeCounter(mask, sizes)
+    rows, columns = _cuts(sizes.query, cells), _cuts(sizes.source, cells)
+    shares = _shares(counter, rows, columns)
+    samples, heads = counter.lead
     return [
-        Map(_name(b, h, samples, heads), rows, columns, (counts[b, h] / area).tolist())
+        Map(_name(b, h, samples, heads), rows, columns, shares[b, h].tolist())
         for b in _chosen("sample", sample, samples)
         for h in _chosen("head", head, heads)
     ]
+
+
+def _shares(counter: EdgeCounter, rows: list[int], columns: list[int]) -> Tensor:
+    counts = torch.zeros(*counter.lead, len(rows) - 1, len(columns) - 1, dtype=torch.float64)
+    for r, c in product(range(len(rows) - 1), range(len(columns) - 1)):
+        counted = counter.count(*rows[r : r + 2], *columns[c : c + 2])
+        counts[..., r, c] = torch.as_tensor(counted)
+    return counts / (torch.tensor(rows).diff()[:, None] * torch.tensor(columns).diff())
 
 
 def draw(map_: Map) -> list[str]:
@@ -157,19 +157,23 @@ def draw(map_: Map) -> list[str]:
     if not starts or not columns:
         return [f"no edges: {map_.rows[-1]} queries, {map_.columns[-1]} sources"]
     width = len(str(starts[-1]))
-    margin = " " * width + " "
-    if map_.columns[-1] == len(columns):
-        head = [(margin + line).rstrip() for line in _numbers(len(columns))]
-    else:
-        last = str(map_.columns[-1] - 1)
-        gap = max(1, 2 * len(columns) - 2 - len(last))
-        head = [f"{margin}0{' ' * gap}{last}"]
     rows = zip(starts, map_.shares, strict=True)
-    return head + [f"{start:>{width}} {' '.join(map(glyph, shares))}" for start, shares in rows]
+    lines = [f"{start:>{width}} {' '.join(map(glyph, shares))}" for start, shares in rows]
+    return _head(map_.columns, " " * (width + 1)) + lines
+
+
+def _head(columns: list[int], margin: str) -> list[str]:
+    """The lines of column numbers above a map."""
+    count = len(columns) - 1
+    if columns[-1] == count:
+        return [(margin + line).rstrip() for line in _numbers(count)]
+    last = str(columns[-1] - 1)
+    gap = max(1, 2 * count - 2 - len(last))
+    return [f"{margin}0{' ' * gap}{last}"]
 
 
 def legend(map_: Map) -> str:
-    """What the shades of a map mean."""
+    """The line that explains the shades of a map."""
     tall, wide = (-(-bounds[-1] // max(len(bounds) - 1, 1)) for bounds in (map_.rows, map_.columns))
     return f"{LEGEND}  (of up to {tall} x {wide} edges)"
 
@@ -181,7 +185,7 @@ def glyph(share: float) -> str:
     return ALL if share >= 1 else SHADES[min(int(share * 3), 2)]
 
 
-def _edges(size: int, cells: int) -> list[int]:
+def _cuts(size: int, cells: int) -> list[int]:
     cells = min(cells, size)
     return [size * cell // max(cells, 1) for cell in range(cells + 1)]
 

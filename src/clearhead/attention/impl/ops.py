@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._core import Sizes
 from clearhead.attention.impl.autograd import filled, tensors_of
 from clearhead.attention.impl.native import backward, kernel
 from clearhead.attention.impl.native.reading_grads import Changes
 from clearhead.attention.problem import Problem
-from clearhead.masks import Mask, Own, Ranges, dense
+from clearhead.masks import Mask, Ranges, dense, from_ranges
 from clearhead.readings import LogSumExp, Reading
 
 # What serves numbers that are out of the kernel's range, as in eager calls; `native` sets them.
@@ -55,25 +54,6 @@ def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | Non
     return None, None, edges if edges.ndim == 4 else edges[None, None]
 
 
-class Rows(Mask):
-    """A mask by its numbers: each row is one interval."""
-
-    def __init__(self, start: Tensor, stop: Tensor):
-        self.start, self.stop = start.long(), stop.long()
-        batch, head, query = start.shape
-        self.own = Own(batch, head, query)
-
-    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        at = (b % self.start.shape[0], h % self.start.shape[1], i)
-        return (self.start[at] <= j) & (j < self.stop[at])
-
-    def _intervals(self, i: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-        return self.start[..., i], self.stop[..., i]
-
-    def _text(self, full: bool) -> str:
-        return "intervals(...)"
-
-
 def _inputs(
     q: Tensor, k: Tensor, v: Tensor, start: Any, stop: Any, edges: Any, bias: Any, sinks: Any,
     scale: float, softcap: float | None, seed: Tensor | None, dropout: float,
@@ -89,7 +69,7 @@ def _beyond(inputs: kernel.Inputs) -> Problem:
     """The problem for the next implementation, with its mask."""
     mask: Mask | None = None
     if inputs.ranges is not None:
-        mask = Rows(inputs.ranges.start[0], inputs.ranges.stop[0])
+        mask = from_ranges(inputs.ranges)
     elif inputs.edges is not None:
         mask = dense(inputs.edges)
     return replace(inputs.problem, mask=mask)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._core import watchers
+from clearhead._core import active_transforms
 from clearhead.attention.impl import dropout
 from clearhead.attention.problem import Problem
 from clearhead.readings import Reading, Strip
@@ -110,6 +110,6 @@ def _odd(x: Tensor) -> Tensor:
 
 def _all_finite(x: Tensor) -> bool:
     """Say whether the stored values are known to be finite; nobody knows while tracing."""
-    if watchers() or x.is_meta:
+    if active_transforms() or x.is_meta:
         return False
     return bool(torch.isfinite(x.detach()).all())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from clearhead._core import watchers
+from clearhead._core import active_transforms
 from clearhead.attention.impl import ops
 from clearhead.attention.impl.autograd import (
     bare,
@@ -48,7 +48,7 @@ def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str
         return [f"the compiled kernel is not there: {kernel.MISSING}"]
     # `is_exporting()` is always true while torch 2.10 compiles.
     tracing = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
-    reasons = [] if tracing else watchers()
+    reasons = [] if tracing else active_transforms()
     query, key, value = problem.query, problem.key, problem.value
     if not query.is_cpu:
         reasons.append(f"the inputs are on {query.device}, not on the CPU")
@@ -85,7 +85,7 @@ def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | N
     Nothing is checked twice, no error is raised that the closer look would not raise, and every bit
     of the context is the same.
     """
-    if kernel._native is None or watchers() or torch.is_autocast_enabled("cpu"):
+    if kernel._native is None or active_transforms() or torch.is_autocast_enabled("cpu"):
         return None
     try:
         return kernel.plain(query, key, value, mask, scale)

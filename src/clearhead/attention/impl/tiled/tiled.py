@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from clearhead import readings
-from clearhead._core import watchers
+from clearhead._core import active_transforms
 from clearhead.attention.impl.autograd import (
     bare,
     filled,
@@ -44,7 +44,7 @@ ELEMENTS, ROWS = 1 << 21, 32
 
 def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
     """Say why the call needs the reference: what is watched from outside, or unknown readings."""
-    reasons = watchers()
+    reasons = active_transforms()
     inputs = tensors_of(problem)
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs if x is not None):
         reasons.append("an input is a tensor subclass")
