@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clearhead.layers.convert import convert
+from clearhead.layers.conversion import convert
 from clearhead.layers.multihead import MultiheadAttention
 
 __all__ = ["MultiheadAttention", "convert"]
