@@ -1,9 +1,9 @@
-"""How long a complete causal audit takes, in seconds and in plain forwards.
+"""The time of a complete causal audit, in seconds and in plain forwards.
 
     python benchmarks/audit.py [--model DIRECTORY]
 
-Without a directory a model of SmolLM2-135M's sizes is made with random weights: as fast, as large.
-Times are CPU times, so that what else runs on the machine does not count.
+Without a directory it audits a model with the sizes of SmolLM2-135M and random weights, which takes
+as long. Times are CPU times, which other processes affect little.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clearhead.models import GPT
 
 
 def seconds(run: Callable[[], Any], times: int) -> float:
-    """Take the median CPU time of a call, after one that warms up."""
+    """The median CPU time of a call, after a warm-up call."""
     run()
     spent = []
     for _ in range(times):

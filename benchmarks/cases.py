@@ -1,4 +1,4 @@
-"""Calls of attention, row by row: the work, who else does it, and the goal."""
+"""Attention calls, row by row: the work, the peers, and the goal."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def tensors(shape: Shape, dtype: torch.dtype, source: int | None = None) -> list
 
 
 def flops(shape: Shape, mask: masks.Mask | None, products: int = 2) -> float:
-    """Multiply-adds count twice. A causal mask leaves half, as everyone counts it."""
+    """Operations, two per multiply-add. A causal mask counts as half, by convention."""
     batch, head, size, width = shape
     return 2.0 * products * batch * head * size * size * width / (1 if mask is None else 2)
 
 
 def share(mask: masks.Mask | None, size: int) -> float:
-    """The share of the edges that a mask has, over all its samples and heads."""
+    """The share of edges in a mask, over all samples and heads."""
     return 1.0 if mask is None else mask.counts(size, size).double().mean().item() / size
 
 
@@ -53,7 +53,7 @@ def kind(mask: masks.Mask | None) -> str:
 
 
 def error(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None) -> float:
-    """The largest error of ours against float64, over SDPA's in the same dtype, on one head."""
+    """Our largest error against float64, relative to SDPA's in the same dtype, on one head."""
     q, k, v = (x[:1, :1] for x in (q, k, v))
     causal = mask is not None
     right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
@@ -67,7 +67,7 @@ def attend(
     others: Sequence[str] = (),
     label: str = "",
 ) -> Iterator[Row]:
-    """Context alone, full and causal, beside SDPA and the others named."""
+    """Context alone, full and causal, beside SDPA and the named peers."""
     for dtype in dtypes:
         for shape in shapes:
             q, k, v = tensors(shape, dtype)
@@ -86,7 +86,7 @@ def attend(
 
 
 def isa(shapes: Sequence[Shape], name: str) -> Iterator[Row]:
-    """The same by the kernel for other instructions, in float32; "peak" is then theirs."""
+    """The same with another instruction set, in float32; "peak" is then that of the set."""
     kernel = machine.kernel()
     if kernel is None or name not in kernel.available():
         return
@@ -101,7 +101,7 @@ def isa(shapes: Sequence[Shape], name: str) -> Iterator[Row]:
 
 
 def read(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
-    """Five readings in the same pass, beside SDPA without any, and beside ours without."""
+    """Five readings in the same pass, beside SDPA and ours without readings."""
     for dtype in dtypes:
         over = 1.2 if dtype == torch.float32 else 1.35
         for shape in shapes:
@@ -123,7 +123,7 @@ def read(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Iterator[Row
 
 
 def weights(shape: Shape) -> Iterator[Row]:
-    """What of the weights can be had, beside making them all."""
+    """Readings of the weights, beside eager attention that returns them all."""
     q, k, v = tensors(shape, torch.float32)
     ways, _ = peers.ways(["eager with weights"], q, k, v)
     for name, reading, count in (
@@ -138,7 +138,7 @@ def weights(shape: Shape) -> Iterator[Row]:
 
 
 def masked(shape: Shape, width: int = 256, document: int = 600, flex: bool = True) -> Iterator[Row]:
-    """Masks that leave most tiles empty, beside a bool tensor and compiled FlexAttention."""
+    """Masks with mostly empty tiles, beside a bool tensor and compiled FlexAttention."""
     q, k, v = tensors(shape, torch.float32)
     ids = torch.arange(shape[2]) // document
     window = masks.window(width)
@@ -181,7 +181,7 @@ def backward(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Iterator
 
 
 def dropout(shape: Shape, p: float = 0.1) -> Iterator[Row]:
-    """Forward and backward of a causal call that drops weights: no two drop the same."""
+    """Forward and backward of a causal call with dropout: each call drops other weights."""
     for dtype in (torch.float32, torch.bfloat16):
         leaves = [x.requires_grad_() for x in tensors(shape, dtype)]
         grad, mask = torch.randn(shape).to(dtype), masks.causal()
@@ -201,7 +201,7 @@ def _both_ways(call: Any, leaves: list[Tensor], grad: Tensor) -> Any:
 
 
 def decode(sizes: Sequence[int], dtypes: Sequence[torch.dtype], head: int = 12) -> Iterator[Row]:
-    """One query over a long cache: reading the cache is all the work, as for `torch.sum`."""
+    """One query over a long cache: the cost is reading the cache, as for `torch.sum`."""
     for dtype in dtypes:
         for size in sizes:
             q, k, v = tensors((1, head, 1, 64), dtype, source=size)
@@ -221,7 +221,7 @@ def _sums(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def small() -> Iterator[Row]:
-    """Where the call itself costs."""
+    """Small calls, dominated by the overhead of the call."""
     for shape, goal in (
         ((32, 8, 64, 32), Goal("SDPA", 2)),
         ((1, 4, 64, 64), Goal("SDPA", 1.3)),
@@ -231,19 +231,19 @@ def small() -> Iterator[Row]:
         ways, note = peers.ways(["SDPA"], q, k, v)
         yield Row(
             f"small {shape}", {"ours": partial(ch.attend, q, k, v), **ways},
-            # Four positions are no work: all of the time is the call.
+            # Four positions are almost no work: the time is the overhead of the call.
             flops=flops(shape, None) if shape[2] > 4 else 0, each=2 * shape[3],
             goals=(goal,), note=note,
         )  # fmt: skip
 
 
 def tiled(shape: Shape) -> Iterator[Row]:
-    """What serves where there is no kernel, without readings and with five."""
+    """The fallback without a kernel, without readings and with five."""
     q, k, v = tensors(shape, torch.float32)
     for mask in BOTH:
         ways, note = peers.ways(["SDPA"], q, k, v, mask)
         for label, reading, most in (("", None, 1.15), (", five readings", FIVE, 2.1)):
-            # What is promised is promised where the sources are many.
+            # The goal holds for many sources only.
             goals = (Goal("SDPA", 1 / most),) if shape[2] >= 4096 else ()
             yield Row(
                 f"tiled, {kind(mask)}{label} {shape}",
@@ -253,7 +253,7 @@ def tiled(shape: Shape) -> Iterator[Row]:
 
 
 def own(settings: Settings) -> Iterator[Row]:
-    """A case from the command line, beside everyone who can do it."""
+    """A case from the command line, beside every peer that supports it."""
     assert settings.shape is not None
     dtype = getattr(torch, settings.dtype)
     q, k, v = tensors(settings.shape, dtype)
@@ -271,14 +271,14 @@ def own(settings: Settings) -> Iterator[Row]:
     each = 2 * settings.shape[3]
     row = Row(f"{label} {settings.shape}", {"ours": ours, **ways}, dtype, work, each, note=note)
     for name, how in differences(row).items():
-        # Rows without sources, for one, are not a number elsewhere.
+        # Empty rows, for example, are NaN elsewhere.
         del row.ways[name]
         row.note = "; ".join(x for x in (row.note, f"{name} {how}") if x)
     yield row
 
 
 def parse_readings(text: str) -> Any:
-    """The readings of an expression such as "Entropy(), TopK(8)"; names alone will do."""
+    """The readings of an expression such as "Entropy(), TopK(8)"; names alone are enough."""
     known = {name: getattr(readings, name) for name in readings.__all__} | {"masks": masks}
     try:
         found = eval(f"({text},)", {"__builtins__": {}}, known)

@@ -1,4 +1,4 @@
-"""Layers and a whole step of training, beside the same on torch's attention."""
+"""Layers and a whole training step, beside the same with torch's attention."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from measure import Goal, Row
 
 
 def multihead(size: int = 1024, width: int = 768, head: int = 12) -> Iterator[Row]:
-    """`MultiheadAttention` beside torch's, with weights and without."""
+    """`MultiheadAttention` beside torch's, with and without weights."""
     theirs = torch.nn.MultiheadAttention(width, head, batch_first=True)
     ours = ch.MultiheadAttention(width, head, batch_first=True)
     ours.load_state_dict(theirs.state_dict())
     for layer in (ours, theirs):
-        layer.eval().requires_grad_(False)  # torch has a faster path for this
+        layer.eval().requires_grad_(False)  # torch has a fast path for this
     x = torch.randn(1, size, width)
     for name, asked in (("without", False), ("with", True)):
         yield Row(
@@ -40,17 +40,17 @@ def multihead(size: int = 1024, width: int = 768, head: int = 12) -> Iterator[Ro
 
 
 def on_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, read: Any = None) -> Tensor:
-    """The model's call, made to torch."""
+    """The model's attention call, by torch."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def nothing(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, read: Any = None) -> Tensor:
-    """No attention: what is left of the step is the rest of it."""
+    """No attention: the time of the step without it."""
     return query + key + value
 
 
 def training(**sizes: int) -> Iterator[Row]:
-    """A step of training of the GPT (its default size unless given), all but the call the same."""
+    """A training step of the GPT (of its default size unless given); only attention differs."""
     model = GPT(65, **sizes)
     tokens = torch.randint(65, (Settings().batch, model.length + 1))
     calls = {"ours": ch.attend, "on SDPA": on_sdpa, "no attention": nothing}
@@ -61,14 +61,14 @@ def training(**sizes: int) -> Iterator[Row]:
         f"training step of models.GPT, {tuple(tokens[:, 1:].shape)} tokens",
         {name: steps[name] for name in ("ours", "on SDPA")},
         yardsticks={"no attention": steps["no attention"]},
-        # Forward and backward are seven products, and the weights are made in both.
+        # Forward and backward have seven products; both compute the weights.
         flops=flops(shape, masks.causal(), 7) * len(model.blocks), each=7 * shape[3] // 2,
         floor="no attention", peer="on SDPA", goals=(Goal("on SDPA", 1.15),), compare=2,
     )  # fmt: skip
 
 
 def _step(model: GPT, call: Callable[..., Any], tokens: Tensor) -> Callable[[], Any]:
-    """One step after the other; step n drops the same numbers in every copy of the model."""
+    """One step after another; step n drops the same values in every copy of the model."""
     training = Training(model, lambda _: model.task(tokens, torch.Generator()), Settings())
 
     def step() -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What the figures of a benchmark belong to: the machine, its own limits, versions and commit."""
+"""The machine of a benchmark: its limits, the versions and the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# What `multiply_adds` does in one call, by all threads together; about four milliseconds.
+# Operations of one call of `multiply_adds`, over all threads; about four milliseconds.
 PEAK_FLOPS = 1e9
 
 
@@ -27,7 +27,7 @@ def cpu() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, and whether anything was changed since."""
+    """The measured commit, and whether the tree is dirty."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -44,7 +44,7 @@ def version(package: str) -> str:
 
 
 def facts(cpu_time: bool = False) -> dict[str, Any]:
-    """What the numbers depend on, beside the limits."""
+    """What the results depend on, besides the limits."""
     import torch
 
     import clearhead
@@ -67,19 +67,19 @@ def facts(cpu_time: bool = False) -> dict[str, Any]:
 
 
 def line(cpu_time: bool = False) -> str:
-    """The same on one line, for a benchmark with a table of its own."""
+    """The same on one line, for benchmarks with tables of their own."""
     return ", ".join(f"{name} {value}" for name, value in facts(cpu_time).items())
 
 
 def kernel() -> Any:
-    """The compiled kernel, which also knows how to do nothing but multiply-adds; None without."""
+    """The compiled kernel, which can also run multiply-adds alone; None without one."""
     from clearhead.attention.impl.native import kernel
 
     return kernel._native
 
 
 def multiply_adds(dtype: Any, each: int = 0) -> Callable[[], Any]:
-    """A call that does PEAK_FLOPS operations with numbers of that type, and nothing else.
+    """A call that does PEAK_FLOPS operations in a dtype, and nothing else.
 
     With `each`, a score's maximum, exponential and sum come after so many multiply-adds of it.
     """
@@ -90,7 +90,7 @@ def multiply_adds(dtype: Any, each: int = 0) -> Callable[[], Any]:
 
 
 def limits(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Operations a second of multiply-adds alone, and bytes a second of a large sum."""
+    """Operations per second of multiply-adds alone, and bytes per second of a large sum."""
     import torch
 
     found = {}

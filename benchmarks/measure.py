@@ -1,7 +1,7 @@
-"""A row of the benchmark: who does the work, what it costs at least, and how it is timed.
+"""A row of the benchmark: the ways to do one piece of work, its lower bound, and its timing.
 
-Everyone in a row has to agree before anyone is timed. Then they take turns, round after round, and
-the machine's own limit takes its turn with them.
+All ways in a row have to agree before any is timed. They are then timed in turns, round after
+round, together with the machine's own limits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 import machine
 
 Way = Callable[[], Any]
-# A sample takes at least so long: calls of microseconds are repeated.
+# The shortest sample, in seconds: shorter calls are repeated.
 SAMPLE = 0.02
-# Threads of torch that wait for more work keep a core busy for so long after a call.
+# How long torch's threads spin after a call, and keep a core busy.
 PAUSE = 0.01
-# The machine's own limits: multiply-adds alone, and with what a softmax needs in between.
+# The machine's own limits: multiply-adds alone, and with the operations of a softmax.
 LIMITS = ("peak", "bound")
-# Above what rounding does, below what a wrong mask does: a share of the largest number.
+# Between the error of rounding and that of a wrong mask, relative to the largest number.
 AGREE = {torch.float32: 2.0**-12, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
 
 
@@ -33,7 +33,7 @@ AGREE = {torch.float32: 2.0**-12, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-
 class Goal:
     """`of` takes at least `least` times as long as ours; or ours takes `most` (seconds, bytes).
 
-    "peak" stands for the share of the machine's multiply-adds.
+    "peak" is the rate relative to the machine's peak of multiply-adds.
     """
 
     of: str = ""
@@ -43,20 +43,20 @@ class Goal:
 
 @dataclass
 class Row:
-    """One piece of work. "ours" is one of its ways; all of them give the same answer."""
+    """One piece of work. "ours" is one of its ways; all of them return the same result."""
 
     name: str
     ways: dict[str, Way]
     dtype: torch.dtype = torch.float32
     flops: float = 0.0
-    each: int = 0  # multiply-adds for each score
+    each: int = 0  # multiply-adds per score
     yardsticks: dict[str, Way] = field(
         default_factory=dict
-    )  # timed beside, with no answer to check
-    floor: str = ""  # the yardstick whose time nobody can do without
-    peer: str = "SDPA"  # whose time the bound is said of
+    )  # timed in turn, without a result to check
+    floor: str = ""  # the yardstick that bounds every way from below
+    peer: str = "SDPA"  # the way to which the bound refers
     goals: tuple[Goal, ...] = ()
-    compare: int = 1  # so many leading tensors of an answer have to agree
+    compare: int = 1  # how many leading tensors of the results have to agree
     error: Callable[[], float] | None = None
     unit: str = "s"
     note: str = ""
@@ -65,11 +65,11 @@ class Row:
 
 @dataclass
 class Settings:
-    """How much of it, and how it is timed."""
+    """Which rows are measured, and how they are timed."""
 
     quick: bool = False
     rounds: int = 9
-    seconds: float = 5.0  # after so long a row ends, with three rounds at least
+    seconds: float = 5.0  # a row ends after so long, with at least three rounds
     cpu_time: bool = False
     dtype: str = "float32"
     shape: tuple[int, ...] | None = None
@@ -83,13 +83,13 @@ class Settings:
 
 
 def check(row: Row) -> None:
-    """Refuse a row in which somebody gives another answer than ours."""
+    """Refuse a row in which a result differs from ours."""
     for name, how in differences(row).items():
         raise ValueError(f"{row.name}: {name} {how}")
 
 
 def differences(row: Row) -> dict[str, str]:
-    """Say of everyone who gives another answer than ours how it differs."""
+    """Describe every way whose result differs from ours."""
     right = answer(row.ways["ours"], row.compare)
     found = {}
     for name in [name for name in row.ways if name != "ours"]:
@@ -103,13 +103,13 @@ def differences(row: Row) -> dict[str, str]:
 
 
 def _off(right: Tensor, other: Tensor) -> float:
-    """The largest difference, as a share of the largest number."""
+    """The largest difference, relative to the largest number."""
     right, other = right.double(), other.double()
     return (right - other).abs().max().item() / max(right.abs().max().item(), 1e-6)
 
 
 def answer(way: Way, count: int) -> list[Tensor]:
-    """Run a way once, and take the leading tensors of what it gives."""
+    """Run a way once, and return the leading tensors of its result."""
     tensors = [x.detach() for x in pytree.tree_leaves(way()) if isinstance(x, Tensor)]
     if len(tensors) < count:
         raise ValueError(f"{count} tensors to compare, and only {len(tensors)} are given")
@@ -117,7 +117,7 @@ def answer(way: Way, count: int) -> list[Tensor]:
 
 
 def measure(row: Row, settings: Settings) -> None:
-    """Let everyone take turns, each often enough to be timed, in one order and then the other."""
+    """Time all ways in turns, each repeated to fill a sample, in alternating order."""
     runs = {**row.ways, **row.yardsticks}
     if row.flops and machine.kernel() is not None:
         runs["peak"] = machine.multiply_adds(row.dtype)
@@ -146,7 +146,7 @@ def _seconds(run: Way, count: int, clock: Callable[[], float]) -> float:
 
 
 def summary(row: Row) -> dict[str, Any]:
-    """The figures of a row, ready for JSON."""
+    """The results of a row, as JSON values."""
     middle = {name: statistics.median(x) for name, x in row.samples.items()}
     ours = middle["ours"]
     peak, most = (machine.PEAK_FLOPS / middle[x] if x in middle else 0 for x in LIMITS)
@@ -170,7 +170,7 @@ def summary(row: Row) -> dict[str, Any]:
 
 
 def spread(samples: list[float]) -> float | None:
-    """Half the distance between the quartiles, as a share of the median."""
+    """Half the interquartile range, relative to the median."""
     if len(samples) < 3:
         return None
     low, middle, high = statistics.quantiles(samples, n=4)
@@ -178,7 +178,7 @@ def spread(samples: list[float]) -> float | None:
 
 
 def _reached(goal: Goal, found: dict[str, Any], peer: str) -> dict[str, Any]:
-    """A goal, whether it was met, or why it could not be."""
+    """A goal, and whether it is met, or why it cannot be."""
     if goal.most is not None:
         return {"most": goal.most, "state": "met" if found["ours"] <= goal.most else "missed"}
     if goal.of == "peak":

@@ -1,4 +1,4 @@
-"""A table in its place on a page of the docs, between two marks."""
+"""Tables on pages of the docs, each between two marks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BEGIN, END = "<!-- cost -->", "<!-- end of cost -->"
 
 
 def place(path: Path, table: str) -> None:
-    """Put the table where the page has its marks; what stands around them stays as it is."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    """Replace the text between the marks of a page by the table."""
+    before, begin, remainder = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = remainder.partition(END)
     if not (begin and end):
         raise ValueError(f"{path} has no place for the table: {BEGIN} ... {END}")
     write(path, f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")

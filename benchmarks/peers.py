@@ -1,4 +1,4 @@
-"""The others: each takes the same query, key, value and mask, and gives the same context.
+"""The peers: each takes the same query, key, value and mask, and returns the same context.
 
 `PEERS[name](q, k, v, mask)` prepares a call (what it prepares is not timed) or says why it cannot.
 """
@@ -21,13 +21,13 @@ Peer = Callable[[Tensor, Tensor, Tensor, masks.Mask | None], Way]
 
 
 class Missing(Exception):
-    """A peer is not installed, or does not know this kind of call."""
+    """A peer is not installed, or does not support this kind of call."""
 
 
 def ways(
     names: Iterable[str], q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None = None
 ) -> tuple[dict[str, Way], str]:
-    """The named peers that can do the call, and a note on those that cannot."""
+    """The named peers that support the call, and a note on those that do not."""
     found, missing = {}, []
     for name in names:
         try:
@@ -46,7 +46,7 @@ def dense(q: Tensor, k: Tensor, mask: masks.Mask | None) -> Tensor | None:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None) -> Way:
-    """torch's fused kernel, told "causal" where that says it all."""
+    """torch's fused kernel, with `is_causal` where the mask is exactly causal."""
     if is_causal(mask) and q.shape[-2] == k.shape[-2]:
         return partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     return sdpa_bool(q, k, v, mask)
@@ -60,7 +60,7 @@ def sdpa_bool(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None) -> Way:
 def weights_and_context(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention that shows its weights, as most models write it."""
+    """Eager attention, which returns its weights, as most models write it."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)
@@ -69,28 +69,28 @@ def weights_and_context(
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None) -> Way:
-    """The three lines, context alone."""
+    """Eager attention, context alone."""
     allowed = dense(q, k, mask)
     return lambda: weights_and_context(q, k, v, allowed)[0]
 
 
 def eager_weights(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None) -> Way:
-    """The three lines, with the weights."""
+    """Eager attention with the weights."""
     return partial(weights_and_context, q, k, v, dense(q, k, mask))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask | None) -> Way:
-    """Compiled FlexAttention; neither compiling nor making the block mask is timed."""
+    """Compiled FlexAttention; neither compilation nor the block mask is timed."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # For these sizes alone, and from the start: after eight compilations torch gives up silently.
+    # Compile anew for these sizes: after eight recompilations torch silently runs it eagerly.
     torch.compiler.reset()
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     blocks = None if mask is None else mask.to_flex(q.shape[-2], k.shape[-2])
     call = partial(compiled, q, k, v, block_mask=blocks)
     try:
         call()
-    except Exception as reason:  # no C++ compiler, or none for this mask: torch has many names
+    except Exception as reason:  # no C++ compiler, or an unsupported mask: torch raises many types
         raise Missing(str(reason).strip().splitlines()[0][:90]) from None
     return call
 
@@ -133,7 +133,7 @@ def _session(head: int, causal: bool, threads: int) -> Any:
     model = helper.make_model(graph, opset_imports=versions, ir_version=10)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
-    # Its waiting threads would take a core from whoever comes next.
+    # Its spinning threads would take a core from the next way.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return runtime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]

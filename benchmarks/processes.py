@@ -1,4 +1,4 @@
-"""Rows that need processes of their own: memory, and the start of the program.
+"""Rows that need processes of their own: memory and start-up time.
 
 `python benchmarks/processes.py WAY LENGTH THREADS` is the child that measures memory.
 """
@@ -17,7 +17,7 @@ import resident
 from measure import Goal, Row
 
 HEAD, WIDTH = 12, 64
-# How the memory is taken, and up to which length: eager keeps several maps of T x T numbers.
+# The ways, and the longest sequence of each: eager keeps several maps of T x T numbers.
 WAYS = {
     "ours": 1 << 20,
     "ours, no readings": 1 << 20,
@@ -28,7 +28,7 @@ WAYS = {
 
 
 def memory(lengths: Sequence[int]) -> Iterator[Row]:
-    """What a causal call takes over its inputs, the context included, with all but whole maps."""
+    """The memory of a causal call beyond its inputs, with all readings but whole maps."""
     import torch
 
     threads = torch.get_num_threads()
@@ -47,7 +47,7 @@ def _peak(way: str, length: int, threads: int) -> float:
 
 
 def child(way: str, length: int, threads: int) -> int:
-    """Bytes by which the resident set grows at most during one call."""
+    """The largest growth of the resident set during one call, in bytes."""
     import torch
 
     torch.set_num_threads(threads)
@@ -78,13 +78,13 @@ def _calls() -> dict[str, Callable[[Any], Any]]:
 
 
 def processor_time() -> float:
-    """What the processes that ended took of it."""
+    """The processor time of the child processes that ended."""
     spent = os.times()
     return spent.children_user + spent.children_system
 
 
 def start(rounds: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Row]:
-    """What a newcomer waits for: the import, and the first picture."""
+    """The time of the import, and of the first picture."""
     commands = {
         "import torch": ["-c", "import torch"],
         "ours": ["-c", "import torch, clearhead"],

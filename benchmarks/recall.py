@@ -1,12 +1,12 @@
-"""Recall a token seen d steps before: a GPT against a recurrent network of equal size.
+"""Recall of the token d steps before: a GPT against a recurrent network of equal size.
 
     python benchmarks/recall.py             # about four minutes on one thread
-    python benchmarks/recall.py --redraw    # the table and the figure again, from the last result
+    python benchmarks/recall.py --redraw    # the table and the figure, from the last result
 
-One model of each kind is trained for each d, from one seed, to say at every position of a random
-sequence which token stood d steps before. Measured on new sequences: the accuracy (chance is one in
-eight), and the share of the last output's influence (norm of its Jacobian, `ch.influence`) that
-comes from the token it has to recall.
+One model of each kind is trained for each d, from one seed, to predict at every position of a
+random sequence the token d steps before. Two numbers are measured on new sequences: the accuracy
+(chance is one in eight), and the share of the last output's influence (the norm of its Jacobian,
+`ch.influence`) that comes from the token to recall.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS = {"gpt": gpt, "rnn": rnn}
 
 
 def train(model: nn.Module, distance: int, steps: int) -> None:
-    """Teach the model to name, at each position, the token `distance` steps before."""
+    """Train the model to predict, at each position, the token `distance` steps before."""
     draw = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.99))
     for step in range(steps):
@@ -60,12 +60,12 @@ def train(model: nn.Module, distance: int, steps: int) -> None:
 
 
 def asked(logits: Tensor, tokens: Tensor, distance: int) -> tuple[Tensor, Tensor]:
-    """Lay out what is asked: the logits, and the tokens that stood so many steps before."""
+    """Align the logits with their targets, the tokens `distance` steps before."""
     return logits[:, distance:].flatten(0, 1), tokens[:, : LENGTH - distance].flatten()
 
 
 def measure(model: nn.Module, distance: int) -> dict[str, float]:
-    """Measure accuracy and influence on sequences that were not trained on."""
+    """Measure accuracy and influence on held-out sequences."""
     model.eval()
     tokens = torch.randint(TOKENS, (64, LENGTH), generator=torch.Generator().manual_seed(SEED + 1))
     with torch.no_grad():
@@ -94,7 +94,7 @@ def rows(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Write the result as a table in Markdown."""
+    """The result as a table in Markdown."""
     lines = [
         "| d | GPT accuracy | RNN accuracy | GPT influence | RNN influence |",
         "|---|---|---|---|---|",
@@ -106,7 +106,7 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-# The figure: two panels, each with a line for each model. Colours that the colour-blind can tell.
+# The figure: two panels, each with a line for each model, in colours safe for the colour-blind.
 WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 180, 46, 34, 74
 COLOURS = {"gpt": "#0072B2", "rnn": "#D55E00"}
 

@@ -8,12 +8,12 @@ SELF = Path("/proc/self")
 
 
 def forget_peak() -> None:
-    """Let the highest resident set start again from what is resident now."""
+    """Reset the peak of the resident set to its current size."""
     (SELF / "clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak() -> int:
-    """Bytes of the highest resident set since `forget_peak`."""
+    """The peak of the resident set since `forget_peak`, in bytes."""
     for line in (SELF / "status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024

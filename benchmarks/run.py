@@ -1,15 +1,15 @@
-"""Measure clearhead beside the others on this machine: time, error and memory, losses included.
+"""Measure clearhead beside other implementations on this machine: time, error and memory.
 
     python benchmarks/run.py                    every row; about ten minutes on two cores
     python benchmarks/run.py --quick            smaller sizes, under two minutes
-    python benchmarks/run.py --write            and keep results/run.json and docs/performance.md
+    python benchmarks/run.py --write            and write results/run.json and docs/performance.md
     python benchmarks/run.py --only decode      some groups of rows
     python benchmarks/run.py --shape 1,12,4096,64 --dtype bfloat16 --mask "causal & window(256)" \\
-        --read "Entropy(), TopK(8)"             your own case, beside everyone who can do it
+        --read "Entropy(), TopK(8)"             your own case, beside every peer that supports it
 
-Everyone in a row gives the same answer, or the run stops; then they take turns in one process, the
-machine's own peak among them. `--cpu-time` counts processor time on one thread instead of the
-clock, for a machine that others use too.
+The ways in a row must return the same result, or the run stops; they are then timed in turns in one
+process, together with the machine's own peak. `--cpu-time` measures processor time on one thread
+instead of wall time, for a machine that is shared.
 """
 
 from __future__ import annotations
@@ -117,19 +117,19 @@ def options(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", choices=GROUPS, nargs="+", help="some groups of rows")
     parser.add_argument("--threads", type=int, help="torch's threads (1 with --cpu-time)")
     parser.add_argument("--cpu-time", action="store_true", help="processor time on one thread")
-    parser.add_argument("--rounds", type=int, help="how often all take turns (9; quick: 5)")
-    parser.add_argument("--write", action="store_true", help=f"keep {RESULT.name} and {PAGE.name}")
-    parser.add_argument("--out", type=Path, help="keep the figures as JSON there")
+    parser.add_argument("--rounds", type=int, help="how many rounds (9; quick: 5)")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} and {PAGE.name}")
+    parser.add_argument("--out", type=Path, help="write the results as JSON to this file")
     parser.add_argument("--shape", type=shape, help="batch,head,position,head_dim of your own case")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--mask", help='its mask, such as "causal & window(256)"')
     parser.add_argument("--read", help='its readings, such as "Entropy(), TopK(8)"')
-    parser.add_argument("--impl", help="its implementation (the first that can serve)")
+    parser.add_argument("--impl", help="its implementation (the first that supports it)")
     found = parser.parse_args(given)
     if found.write and (found.only or found.shape):
         parser.error("--write keeps the whole table: leave out --only and --shape, or use --out")
     if found.shape is None and (found.mask or found.read or found.impl):
-        parser.error("--mask, --read and --impl are of your own case: give its --shape")
+        parser.error("--mask, --read and --impl describe your own case: give its --shape")
     return found
 
 
@@ -149,7 +149,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def measured(rows: Iterator[Row], settings: Settings) -> Iterator[dict[str, Any]]:
-    """Check, time and print row by row: the next one is made when this one is done."""
+    """Check, time and print row by row; rows are created one at a time."""
     for row in rows:
         if not row.samples:
             check(row)

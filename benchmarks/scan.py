@@ -1,12 +1,12 @@
-"""What `clearhead scan` takes: the looking over the plain forward, and text an hour.
+"""The cost of `clearhead scan` relative to the plain forward, and its throughput.
 
     python benchmarks/scan.py DIRECTORY TEXT [--nth 8] [--batch 32] [--by paragraph]
     python benchmarks/scan.py DIRECTORY TEXT --write    # results/scan.json, and the docs' table
 
-Of the text's first window, which holds about the lengths that all of it has, every nth batch is
-run. The model alone and the scan of the same batch take turns in one process, so that both meet the
-same machine. The plain forward makes no logits but the last and keeps no cache. Times are CPU times
-of all threads: what else runs on the machine counts little.
+Every nth batch of the text's first window is run, whose lengths are about those of the whole text.
+The model alone and the scan of the same batch are timed in turns in one process. The plain forward
+computes the last logits only and keeps no cache. Times are CPU times of all threads, which other
+processes affect little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESULT, PAGE = HERE / "results" / "scan.json", HERE.parent / "docs" / "scan.md"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a scan takes over the model alone.")
+    parser = argparse.ArgumentParser(description="The cost of a scan relative to the model alone.")
     parser.add_argument("model", metavar="DIRECTORY")
     parser.add_argument("text", type=Path)
     parser.add_argument("--nth", type=int, default=8, help="run every nth batch of the window")
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--by", choices=("line", "paragraph"), default="paragraph")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--write", action="store_true", help=f"keep it, and put it into {PAGE.name}"
+        "--write", action="store_true", help=f"save the result, and write it into {PAGE.name}"
     )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -67,7 +67,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     every = Sequences(corpus, reader.encode, given.length, None).since(ResumePoint())
     survey, plain, scan, used = Survey(reader.model), 0.0, 0.0, 0
     window = next(windows(every, WINDOW))
-    survey.read(batch_of(window[:1]))  # the first look at the model is no part of either
+    survey.read(batch_of(window[:1]))  # the choice of the layers is part of neither
     for sequences in list(batches(window, given.batch))[given.nth // 2 :: given.nth]:
         batch = batch_of(sequences)
         plain += seconds(partial(survey.run, batch))
@@ -81,7 +81,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def add(survey: Survey, batch: Any, sequences: list[Any]) -> None:
-    """What a scan does with a batch."""
+    """Process a batch as a scan does."""
     moments = survey.read(batch)[: len(sequences)]
     survey.count(moments, sum(len(sequence.tokens) for sequence in sequences))
 
@@ -93,22 +93,22 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def lines(given: argparse.Namespace, found: dict[str, Any]) -> list[str]:
-    """The figures as a table."""
+    """The results as a table."""
     plain, scan, size = found["plain"], found["scan"], found["bytes"] / 1e6
     return [
         f"{Path(given.model).name}, {size * 1e3:.0f} kB by {given.by}, --length {given.length}, "
         f"--batch {given.batch}: {found['sequences']:,} sequences in {found['batches']:,} batches, "
         f"{found['tokens']:,} tokens.",
         "",
-        "| | CPU seconds | MB an hour | tokens a second |",
+        "| | CPU seconds | MB per hour | tokens per second |",
         "|---|---|---|---|",
         *(
             f"| {name} | {took:.1f} | {3600 * size / took:.2f} | {found['tokens'] / took:.0f} |"
             for name, took in (("the model alone", plain), ("scan", scan))
         ),
         "",
-        f"Looking takes {100 * (scan / plain - 1):.0f}% more than the model alone. "
-        f"{machine.line(cpu_time=True)}",
+        f"The scan takes {100 * (scan / plain - 1):.0f}% more time than the model alone. "
+        f"Measured on: {machine.line(cpu_time=True)}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The figures of a benchmark as lines of a table, as a page, and as JSON."""
+"""The results of a benchmark as rows of a table, as a page, and as JSON."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Found = dict[str, Any]  # as `measure.summary` gives it
+Found = dict[str, Any]  # as `measure.summary` returns it
 
 HEAD = (
-    "| work | dtype | ours | the others, and how many times ours they take | of peak | bound "
+    "| work | dtype | ours | the others, and their time over ours | of peak | bound "
     "| error | goal |\n|---|---|---|---|---|---|---|---|"
 )
 TITLES = {
     "attend": "Context alone",
     "read": "Readings in the same pass",
-    "masks": "Masks that leave most edges out",
+    "masks": "Sparse masks",
     "backward": "Backward",
     "decode": "Decoding: one query over a long cache",
     "small": "Small calls",
-    "layers": "Layers, and a step of training",
+    "layers": "Layers, and a training step",
     "avx2": "The kernel for AVX2",
     "tiled": 'Without the kernel: `impl="tiled"`',
-    "memory": "Memory that a call takes over its inputs",
-    "start": "Start of the program",
+    "memory": "Memory of a call beyond its inputs",
+    "start": "Start-up time",
     "own": "Your own case",
 }
 PAGE = """
-# How fast it is
+# Performance
 
-Made by `{command}` on the machine and the commit below: everyone in a row took turns in one
-process, after their answers had been found alike.
+Made by `{command}` on the machine and the commit below. The implementations in a row are timed in
+turns in one process, after a check that their results agree.
 
-- **ours**: the median, and half the distance between the quartiles. **The others** take so long,
-  and that is so many times as long as ours: above 1 we win, below 1 we lose.
-- **of peak**: the share of the multiply-adds that this machine does when it does nothing else,
-  which took its turn in the same row. A causal mask counts for half of the edges.
-- **bound**: how many times as fast as the peer (SDPA, if it is there) this machine could be: a loop
-  that never touches memory does the multiply-adds and, after as many as a score needs, the softmax
-  of a score (maximum, difference, exponential, sum). It takes its turn in the row as well. For a
-  step of training the time without any attention comes on top; for decoding it is the time of
-  `torch.sum` over the same keys and values. A goal above the bound is out of reach here.
-- **error**: our largest error against float64, over that of SDPA in the same dtype.
-- **goal**: what the project set itself, on a machine where SDPA reaches a third of the peak.
+- **ours**: the median, and half the interquartile range relative to it. **The others**: their
+  medians, and the ratio of theirs to ours: above 1 clearhead is faster, below 1 it is slower.
+- **of peak**: the rate of multiply-adds, relative to the highest rate of this machine, measured in
+  turn in the same row. A causal mask counts for half of the edges.
+- **bound**: the largest speed-up over the peer (SDPA, where it takes part) on this machine.
+  A loop without memory accesses does the multiply-adds and, once per score, the operations of the
+  softmax (maximum, difference, exponential, sum); it is timed in turn in the same row. For a
+  training step the time without any attention is added; for decoding the bound is the time of
+  `torch.sum` over the same keys and values. A goal above the bound cannot be reached here.
+- **error**: the largest error against float64, relative to that of SDPA in the same dtype.
+- **goal**: the goal of the project, set for a machine on which SDPA reaches a third of the peak.
 """
 
 
 def amount(value: float, unit: str) -> str:
-    """A time or a size with three digits and the unit that suits it."""
+    """A time or a size with three digits, in a suitable unit."""
     steps = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), "B": ((1e6, "MB"), (1e3, "kB"))}[unit]
     size, name = next((step for step in steps if value >= step[0]), steps[-1])
     number = value / size
@@ -79,7 +79,7 @@ def line(found: Found) -> str:
 
 
 def goal(one: dict[str, Any], unit: str) -> str:
-    """A goal, and whether it was reached."""
+    """A goal, and whether it is met."""
     if "most" in one:
         text = f"at most {amount(one['most'], unit)}"
     elif one["of"] == "peak":
@@ -90,7 +90,7 @@ def goal(one: dict[str, Any], unit: str) -> str:
 
 
 def losses(rows: Iterable[Found]) -> list[str]:
-    """Where somebody else is faster, or smaller."""
+    """The rows in which another implementation is faster or smaller."""
     lines = []
     for found in rows:
         for name, value in found["others"].items():
@@ -102,14 +102,14 @@ def losses(rows: Iterable[Found]) -> list[str]:
 
 
 def page(about: dict[str, Any], groups: dict[str, list[Found]], command: str) -> str:
-    """All of it, as a page of Markdown."""
+    """All results as a page of Markdown."""
     rows = [found for group in groups.values() for found in group]
     goals = Counter(x["state"] for found in rows for x in found["goals"])
     parts = [
         PAGE.strip().format(command=command),
         "\n".join(f"- {name}: {value}" for name, value in about.items()),
         "Goals: " + ", ".join(f"{count} {state}" for state, count in sorted(goals.items())) + ".",
-        "## Where we lose\n\n" + ("\n".join(losses(rows)) or "Nowhere in this table."),
+        "## Where clearhead loses\n\n" + ("\n".join(losses(rows)) or "Nowhere in this table."),
     ]
     for name, group in groups.items():
         lines = [HEAD, *map(line, group)] if group else ["Not measured on this machine."]
@@ -118,14 +118,14 @@ def page(about: dict[str, Any], groups: dict[str, list[Found]], command: str) ->
 
 
 def save(about: dict[str, Any], groups: dict[str, list[Found]], path: Path) -> None:
-    """The same as JSON, with every sample; a row a line."""
+    """All results as JSON with every sample, one row per line."""
     rows = [{"group": name, **found} for name, group in groups.items() for found in group]
     lines = ",\n".join(json.dumps(row) for row in rows)
     write(path, f'{{"machine": {json.dumps(about, indent=1)},\n"rows": [\n{lines}\n]}}\n')
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")

@@ -1,13 +1,13 @@
-"""What it takes to watch SmolLM2-135M: memory and time over the unwatched forward.
+"""The cost of watching SmolLM2-135M: memory and time relative to the unwatched forward.
 
     python benchmarks/watch.py DIRECTORY [--lengths 4096 8192] [--rounds 3] [--threads 1]
     python benchmarks/watch.py DIRECTORY --write    # results/watch.json, and the table of the docs
 
-Each number comes from a process of its own, so that no row profits from another's memory. Memory
-is the highest resident set from the forward until all values have been looked at, over that of the
-unwatched forward; logits are made for the last position only and no cache is kept, so that neither
-hides what watching takes. Times are CPU times of all threads: what else runs on the machine counts
-little. Read are entropy, the top 8, received attention and a block map (32 x 32) of all 270 heads.
+Each number comes from a process of its own, so that rows do not share memory. Memory is the peak of
+the resident set from the forward until all values have been read, beyond that of the unwatched
+forward. Logits are computed for the last position only and no cache is kept, so that neither hides
+the cost of watching. Times are CPU times of all threads, which other processes affect little. The
+readings are the entropy, the top 8, received attention and a block map (32 x 32) of all 270 heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import resident
 import table
 
 CELLS, TOP = 32, 8
-# How it is done, and up to which length it is tried: eager keeps 270 maps of T x T numbers.
+# The ways, and the longest sequence of each: eager keeps 270 maps of T x T numbers.
 WAYS = {
     "unwatched": 1 << 20,
     "watch": 1 << 20,
@@ -41,7 +41,7 @@ RESULT, PAGE = HERE / "results" / "watch.json", HERE.parent / "docs" / "watch.md
 
 
 class Limit(NamedTuple):
-    """What is aimed at: most MB over the unwatched forward, most times its time, most MB in all."""
+    """The goal: MB beyond the unwatched forward, time relative to it, MB in all."""
 
     over: float | None = None
     times: float | None = None
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 HEAD = (
-    "| T | how | CPU s | times the unwatched | peak MB | MB over | check | limit |\n"
+    "| T | way | CPU s | relative to unwatched | peak MB | MB over | check | limit |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
@@ -112,19 +112,19 @@ def line(row: dict[str, Any]) -> str:
 
 
 def write(found: dict[str, Any]) -> None:
-    """Keep the figures, and put the table in its place in the docs."""
+    """Save the results, and write the table into the docs."""
     table.write(RESULT, json.dumps(found, indent=1) + "\n")
     facts = ", ".join(f"{name} {fact}" for name, fact in found["facts"].items())
     page.place(PAGE, "\n".join([f"Measured on: {facts}.", "", HEAD, *map(line, found["rows"])]))
 
 
 def measured(arguments: argparse.Namespace, length: int) -> Iterator[dict[str, Any]]:
-    """Give a row for each way; each turn is a process of its own."""
+    """Yield a row for each way; each run is a process of its own."""
     asked = ["unwatched", *(way for way in arguments.ways if way != "unwatched")]
     ways = [way for way in asked if length <= WAYS[way]]
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(arguments.rounds):
-        for way in ways:  # interleaved, so that a change of the machine hits all alike
+        for way in ways:  # interleaved, so that a change of the load affects all of them
             runs[way].append(turn(arguments, way, length))
     for way in asked:
         row = {"length": length, "way": way}
@@ -137,7 +137,7 @@ def measured(arguments: argparse.Namespace, length: int) -> Iterator[dict[str, A
 def summary(
     runs: list[dict[str, Any]], plain: list[dict[str, Any]], limit: Limit | None
 ) -> dict[str, Any]:
-    """Medians of the times; of the memory the most, over the least of the unwatched."""
+    """Median times; the highest memory, relative to the lowest of the unwatched runs."""
     for run in (*runs, *plain):
         if "error" in run:
             return run
@@ -169,7 +169,7 @@ def turn(arguments: argparse.Namespace, way: str, length: int) -> dict[str, Any]
 
 
 def child(directory: str, way: str, length: int, threads: int) -> dict[str, Any]:
-    """Run one forward in one way; CPU seconds and the peak of resident memory."""
+    """Run one forward in one way; return CPU seconds and the peak of resident memory."""
     import torch
     import transformers
 
@@ -188,7 +188,7 @@ def child(directory: str, way: str, length: int, threads: int) -> dict[str, Any]
         "eager, output_attentions": outputs,
     }[way]
     with torch.no_grad():
-        run(model, tokens[:, :64])  # what is imported and allocated once
+        run(model, tokens[:, :64])  # imports and one-time allocations
         resident.forget_peak()
         start = time.process_time()
         values, check = run(model, tokens)
@@ -221,7 +221,7 @@ def through(model: Any, tokens: Any) -> tuple[list[Any], float]:
 
 
 def statistics_of(weights: Any) -> tuple[Any, ...]:
-    """Take the same readings from a whole map, as a careful user would: nothing larger is kept."""
+    """Take the same readings from a whole map, and keep nothing larger."""
     import torch
     from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
 
