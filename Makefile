@@ -18,20 +18,20 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: $(STAMP)  ## set up, then see who attends to whom in "hell"
+demo: $(STAMP)  ## set up, then run `clearhead look hell`
 	$(BIN)/clearhead look hell
 
 test: $(STAMP)  ## set up, then run the tests
 	$(BIN)/python -m pytest
 
-real: $(STAMP) $(MODELS)/.fetched  ## fetch three real models (180 MB), then run the tests on them
+real: $(STAMP) $(MODELS)/.fetched  ## download three real models (180 MB), then run the tests on them
 	HF_HUB_OFFLINE=1 CLEARHEAD_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest --override-ini=addopts= tests/real
 
 $(MODELS)/.fetched: $(STAMP) tests/real/fetch.py
 	$(BIN)/python tests/real/fetch.py $(MODELS)
 	touch $@
 
-old: $(STAMP) $(OLD)/.fetched  ## find the leaks that transformers 5.17.0 shipped
+old: $(STAMP) $(OLD)/.fetched  ## audit the leaks that transformers 5.17.0 shipped
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(OLD)) $(BIN)/python -m pytest --override-ini=addopts= -p no:cacheprovider tests/old/audit_5_17.py
 
 $(OLD)/.fetched: $(STAMP)
@@ -42,7 +42,7 @@ $(OLD)/.fetched: $(STAMP)
 sanitize: $(STAMP)  ## run the kernel's tests under address, undefined-behaviour and thread sanitizers
 	PYTHON=$(BIN)/python native/check/sanitize.sh
 
-fuzz: $(STAMP)  ## send 100,000 random problems through the kernel, and 20,000 backward
+fuzz: $(STAMP)  ## run 100,000 random problems forward and 20,000 backward
 	$(BIN)/python -m tests.fuzz_native 100000
 	$(BIN)/python -m tests.fuzz_gradients 20000
 
@@ -52,13 +52,13 @@ check: $(STAMP)  ## format, lint and types
 	$(BIN)/ruff check
 	$(BIN)/basedpyright
 
-# onnxruntime is only a peer to measure beside: where it cannot be had, its columns say so.
+# onnxruntime is an optional peer: where it cannot be installed, its columns report that.
 bench: $(STAMP)  ## measure this machine beside torch and onnxruntime (a table on the terminal)
 	-$(BIN)/python -m pip install --quiet -c constraints.txt onnx onnxruntime
 	$(BIN)/python benchmarks/run.py
 
-checkpoint: $(STAMP)  ## train the shipped GPT again, from its seed
+checkpoint: $(STAMP)  ## retrain the shipped GPT from its seed
 	$(BIN)/python -m clearhead.models.train
 
-clean:  ## remove what the targets made, but not the fetched models
+clean:  ## remove what the targets created, except the downloaded models
 	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis
