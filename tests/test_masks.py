@@ -383,6 +383,20 @@ def test_every_method_agrees_with_the_formula(tree: Any, data: st.DataObject) ->
         inside = (start <= at) & (at < stop)
         assert torch.equal(*torch.broadcast_tensors(four(inside), four(want)))
 
+    # ranges, where promised, and strips are the rows
+    union = mask.ranges(query, source)
+    if union is not None:
+        assert union.start.dtype == union.stop.dtype == torch.int32
+        assert len(union.start) <= 4
+        start, stop = union.start[..., None], union.stop[..., None]
+        inside = ((start <= torch.arange(source)) & (torch.arange(source) < stop)).any(0)
+        assert torch.equal(*torch.broadcast_tensors(inside, four(want)))
+    sizes = Sizes(mask.own.batch or 1, 1, query, source)
+    strip, part = torch.broadcast_tensors(
+        mask.strip(range(top, bottom), sizes), four(want)[..., top:bottom, :]
+    )
+    assert torch.equal(strip, part)
+
     # counts, rows and any tile
     assert torch.equal(*torch.broadcast_tensors(mask.counts(query, source), dense.sum(-1)))
     assert mask.count(query, source) == int(dense.sum())
@@ -390,7 +404,6 @@ def test_every_method_agrees_with_the_formula(tree: Any, data: st.DataObject) ->
     columns = torch.tensor(
         data.draw(st.lists(st.integers(0, source - 1), max_size=4)) if source else []
     )
-    sizes = Sizes(mask.own.batch or 1, 1, query, source)
     tile = mask.tile(rows.long(), columns.long(), sizes)
     assert torch.equal(tile, dense[..., rows.long(), :][..., columns.long()])
     sample = (mask.own.batch or 1) - 1
@@ -496,6 +509,67 @@ def test_intervals_where_rows_are_one() -> None:
     ]
     for expression in unpromised:
         assert masks.parse(expression).intervals(6) is None, expression
+
+
+@pytest.mark.parametrize(
+    ("expression", "count"),
+    [
+        ("causal", 1),
+        ("causal & window(2) | first(1)", 2),
+        ("~window(2)", 2),
+        ("document([0, 0, 1, 1, 1, 2]) - diagonal(0)", 2),
+        ("~band(1, 1) & ~prefix(2)", 4),
+        ("first(1) | diagonal(0) | diagonal(2) | diagonal(4)", 4),
+        ("first(1) | diagonal(0) | diagonal(2) | diagonal(4) | diagonal(-2)", None),
+        ("~(window(2) | first(1))", None),
+        ("induction([1, 1, 1, 1, 1, 1])", None),
+        ("causal & dense([[1, 1, 0, 0, 0, 0]])", 1),
+        ("dense([[1, 0], [1, 1]])", None),
+    ],
+)
+def test_ranges_where_rows_are_a_few(expression: str, count: int | None) -> None:
+    found = masks.parse(expression).ranges(2 if "[1, 0]," in expression else 6)
+    assert (None if found is None else len(found.start)) == count
+
+
+def test_fewer_ranges_may_be_asked_for() -> None:
+    mask = masks.window(2) | masks.first(1)
+    assert mask.ranges(6, most=1) is None
+    found = mask.ranges(6, 6, 2)
+    assert found is not None
+    assert found.start[:, 0, 0].tolist() == [[0, 0, 1, 2, 3, 4], [0] * 6]
+    assert found.stop[:, 0, 0].tolist() == [[1, 2, 3, 4, 5, 6], [1] * 6]
+
+
+def test_ranges_say_where_they_lie() -> None:
+    found = (masks.causal() & masks.lengths([2, 3]) | masks.first(1)).ranges(4)
+    assert found is not None
+    assert found.address[2:] == (1, 8, 4, 0)
+    start = found.start.data_ptr()
+    assert found.address_from(3)[0] == start + 12
+    heads = masks.lengths([2, 3]) & masks.dense(torch.ones(1, 3, 1, 4, dtype=torch.bool))
+    assert heads.ranges(4).address[2:] == (1, 24, 12, 4)
+
+
+def test_ranges_of_relative_masks_are_looked_up() -> None:
+    assert masks.window(3).relative
+    assert masks.window(3).ranges(5, 7) is masks.window(3).ranges(5, 7)
+    assert masks.window(3).ranges(5, 7) is not masks.window(2).ranges(5, 7)
+
+
+def test_a_stored_mask_is_not_copied() -> None:
+    edges = torch.rand(3, 1, 5, 7) < 0.5
+    mask = masks.dense(edges)
+    assert mask.stored
+    strip = mask.strip(range(2, 4), Sizes(3, 2, 5, 7))
+    assert strip.data_ptr() == edges[:, :, 2].data_ptr()
+    assert torch.equal(strip, edges[:, :, 2:4])
+
+
+def test_a_mask_tells_the_truth_about_its_type() -> None:
+    for mask in (masks.causal(), masks.causal() & masks.first(1), masks.lengths([2])):
+        kind = type(mask)
+        assert kind.__name__ == kind.__qualname__ != "Mask"
 
 
 def test_large_masks_are_counted_without_testing_every_edge() -> None:

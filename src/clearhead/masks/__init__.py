@@ -10,7 +10,7 @@
 4 ■ · ■ ■ ■ ·
 5 ■ · · ■ ■ ■
 
-True means "may attend", everywhere; the polarity of other APIs stays inside converters that name
+True means "may attend" everywhere; the polarity of other APIs stays inside converters named after
 them: `to_sdpa`, `to_multihead`, `to_additive`, `to_flex`, and `from_...` back.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 from clearhead._core import did_you_mean
-from clearhead.masks import algebra as algebra  # registers what the operators make
 from clearhead.masks.convert import from_additive, from_huggingface, from_multihead, from_sdpa
 from clearhead.masks.data import dense, keep, lengths
 from clearhead.masks.data import only_ones_and_zeros as only_ones_and_zeros
@@ -82,6 +81,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Say which mask a name may stand for that is not there."""
+    """Suggest masks for an unknown name."""
     also = did_you_mean("" if name.startswith("_") else guess(name))
     raise AttributeError(f"module 'clearhead.masks' has no attribute {name!r}{also}")

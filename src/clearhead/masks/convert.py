@@ -1,8 +1,6 @@
-"""Masks from other APIs: each function is named for the one whose polarity and ranks it knows."""
+"""Masks from other APIs: each function is named after the one whose polarity and ranks it reads."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +22,8 @@ def from_sdpa(attn_mask: Tensor | None, *, is_causal: bool = False) -> Mask:
     0 ■ ·
     1 ■ ■
 
-    (query, source) or (batch, head, query, source). `is_causal` starts at source 0, as in torch,
-    and composes with the mask.
+    (query, source) or (batch, head, query, source). `is_causal` is aligned to source 0, as in
+    torch, and composes with the mask.
     """
     mask = everything() if attn_mask is None else _either("attn_mask", attn_mask)
     if not is_causal:
@@ -42,15 +40,15 @@ def from_additive(mask: Tensor) -> Mask:
     0 ■ ·
     1 ■ ■
 
-    The least number of any float dtype is blocked. Other finite values are no mask: they belong in
-    `bias=`. (query, source) or (batch, head, query, source).
+    The lowest finite value of any float dtype is blocked. Other finite values are refused: they
+    belong in `bias=`. (query, source) or (batch, head, query, source).
     """
     if not isinstance(mask, Tensor):
         raise type_error("mask", "takes a float tensor", got=type(mask).__name__)
     if not mask.is_floating_point():
         hint = "from_sdpa takes True = may attend, from_multihead True = blocked"
         raise type_error("mask", "takes a float tensor", got=str(mask.dtype), hint=hint)
-    return dense(_open("mask", mask))
+    return dense(_allowed_by_addition("mask", mask))
 
 
 def from_multihead(
@@ -71,21 +69,19 @@ def from_multihead(
     `attn_mask` is (query, source) or (batch * heads, query, source), which needs `heads`;
     `key_padding_mask` is (source,) or (batch, source). Both together block what either blocks.
     """
-    parts: list[Mask] = []
+    mask = None
     if attn_mask is not None:
-        parts.append(Dense(_multihead(_allowed("attn_mask", attn_mask), heads)))
-    if key_padding_mask is not None:
-        real = _allowed("key_padding_mask", key_padding_mask)
-        if real.dim() not in (1, 2):
-            raise value_error(
-                "key_padding_mask",
-                "is (source,) or (batch, source)",
-                shapes={"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
-            )
-        parts.append(keep(real))
-    if not parts:
-        return everything()
-    return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+        mask = Dense(_split_heads(_allowed("attn_mask", attn_mask), heads))
+    if key_padding_mask is None:
+        return everything() if mask is None else mask
+    real = _allowed("key_padding_mask", key_padding_mask)
+    if real.dim() not in (1, 2):
+        raise value_error(
+            "key_padding_mask",
+            "is (source,) or (batch, source)",
+            shapes={"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
+        )
+    return keep(real) if mask is None else mask & keep(real)
 
 
 def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mask:
@@ -101,6 +97,14 @@ def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mas
     A square one could also be (query, source), so it needs `batch`. Masks of rank 4 go through
     `from_sdpa` (bool) or `from_additive` (float).
     """
+    _check_rows(attention_mask, batch)
+    if attention_mask.dtype != torch.bool and readable(attention_mask):
+        _check_ones_and_zeros(attention_mask)
+    return keep(attention_mask != 0)
+
+
+def _check_rows(attention_mask: Tensor, batch: int | None) -> None:
+    """Refuse what is not (batch, source), or could be read otherwise."""
     if not isinstance(attention_mask, Tensor):
         raise type_error("attention_mask", "takes a tensor", got=type(attention_mask).__name__)
     if attention_mask.dim() != 2:
@@ -122,27 +126,24 @@ def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mas
     if batch is not None and batch != many:
         shapes = {"attention_mask": attention_mask, "(batch, source)": (batch, source)}
         raise value_error("attention_mask", "needs one row a sample", shapes=shapes)
-    if attention_mask.dtype != torch.bool and readable(attention_mask):
-        _ones_and_zeros(attention_mask)
-    return keep(attention_mask != 0)
 
 
 def _either(name: str, mask: Tensor) -> Mask:
     if not isinstance(mask, Tensor):
         raise type_error(name, "takes a tensor", got=type(mask).__name__)
     if mask.is_floating_point():
-        return dense(_open(name, mask))
+        return dense(_allowed_by_addition(name, mask))
     return dense(require_bool(name, mask))
 
 
 def _allowed(name: str, mask: Tensor) -> Tensor:
-    """Turn nn.MultiheadAttention's polarity into ours."""
+    """Convert nn.MultiheadAttention's polarity to ours."""
     if not isinstance(mask, Tensor):
         raise type_error(name, "takes a tensor", got=type(mask).__name__)
     if mask.dtype == torch.bool:
         return ~mask
     if mask.is_floating_point():
-        return _open(name, mask)
+        return _allowed_by_addition(name, mask)
     raise type_error(
         name,
         "takes bools, True = blocked, or floats that are added to the scores",
@@ -151,7 +152,8 @@ def _allowed(name: str, mask: Tensor) -> Tensor:
     )
 
 
-def _multihead(allowed: Tensor, heads: int | None) -> Tensor:
+def _split_heads(allowed: Tensor, heads: int | None) -> Tensor:
+    """(batch * heads, query, source) as (batch, heads, query, source); rank 2 as it is."""
     if allowed.dim() == 2:
         return allowed
     if allowed.dim() != 3:
@@ -172,8 +174,8 @@ def _multihead(allowed: Tensor, heads: int | None) -> Tensor:
     return allowed.reshape(-1, heads, *allowed.shape[-2:])
 
 
-def _open(name: str, mask: Tensor) -> Tensor:
-    """Where an additive mask lets through; refuses values that are no mask."""
+def _allowed_by_addition(name: str, mask: Tensor) -> Tensor:
+    """Where an additive mask is 0; refuses values that neither allow nor block."""
     if not readable(mask):
         return mask > torch.finfo(mask.dtype).min
     if only_ones_and_zeros(mask):
@@ -187,13 +189,13 @@ def _open(name: str, mask: Tensor) -> Tensor:
     blocked = mask == -torch.inf
     for dtype in FLOATS:
         blocked |= mask == torch.tensor(torch.finfo(dtype).min, dtype=torch.float64).to(mask.dtype)
-    odd = ~(blocked | (mask == 0))
-    if odd.any():
-        raise _odd_value(name, mask[odd][0].item())
+    other = ~(blocked | (mask == 0))
+    if other.any():
+        raise _wrong_value(name, mask[other][0].item())
     return ~blocked
 
 
-def _odd_value(name: str, value: float) -> ValueError:
+def _wrong_value(name: str, value: float) -> ValueError:
     if value != value:
         return value_error(name, "has NaN, which neither allows nor blocks", got="nan")
     return value_error(
@@ -204,13 +206,12 @@ def _odd_value(name: str, value: float) -> ValueError:
     )
 
 
-def _ones_and_zeros(mask: Tensor) -> None:
-    odd = ~((mask == 0) | (mask == 1))
-    if odd.any():
-        value: Any = mask[odd][0].item()
+def _check_ones_and_zeros(mask: Tensor) -> None:
+    other = ~((mask == 0) | (mask == 1))
+    if other.any():
         raise value_error(
             "attention_mask",
             "has 1 for real tokens and 0 for padding",
-            got=value,
+            got=mask[other][0].item(),
             hint="from_additive takes 0 and -inf",
         )

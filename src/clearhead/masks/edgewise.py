@@ -61,10 +61,10 @@ class Listed(Mask):
         return 1 + max(self.last)
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        asked = (i + standing(self.align, sizes.query, sizes.source)) * LIMIT + j
+        wanted = (i + standing(self.align, sizes.query, sizes.source)) * LIMIT + j
         codes = self.codes.to(j.device)
-        found = torch.searchsorted(codes, asked).clamp(max=len(self.pairs) - 1)
-        return codes[found] == asked
+        found = torch.searchsorted(codes, wanted).clamp(max=len(self.pairs) - 1)
+        return codes[found] == wanted
 
     def _text(self, full: bool) -> str:
         few = 2 * len(self.pairs) <= SHOWN
@@ -92,9 +92,9 @@ class Listed(Mask):
             torch.tensor([*values], device=i.device)
             for values in (first, first.values(), stop.values())
         )
-        asked = i + standing(self.align, sizes.query, sizes.source)
-        at = torch.searchsorted(known, asked).clamp(max=len(first) - 1)
-        there = known[at] == asked
+        wanted = i + standing(self.align, sizes.query, sizes.source)
+        at = torch.searchsorted(known, wanted).clamp(max=len(first) - 1)
+        there = known[at] == wanted
         return torch.where(there, low[at], 0), torch.where(there, high[at], 0)
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
@@ -224,14 +224,16 @@ class Where(Mask):
 
     def _map(self, i: Tensor, j: Tensor, sizes: Sizes, *, shared: bool) -> Tensor:
         """Call it for one edge at a time, as FlexAttention does; positions may vary by sample."""
-        ask = torch.vmap(torch.vmap(self._ask(sizes), (None, None, 0, 0)), (None, None, 0, 0))
+        mapped = torch.vmap(torch.vmap(self._one(sizes), (None, None, 0, 0)), (None, None, 0, 0))
         place = None if shared else 0
-        ask = torch.vmap(torch.vmap(ask, (None, 0, place, place)), (0, None, place, place))
+        mapped = torch.vmap(torch.vmap(mapped, (None, 0, place, place)), (0, None, place, place))
         b = torch.arange(sizes.batch, device=i.device)
-        return ask(b, torch.arange(sizes.head, device=i.device), i, j)
+        return mapped(b, torch.arange(sizes.head, device=i.device), i, j)
 
-    def _ask(self, sizes: Sizes) -> Callable[..., Tensor]:
-        def ask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def _one(self, sizes: Sizes) -> Callable[..., Tensor]:
+        """The function for one edge, with an error that names it."""
+
+        def one(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             try:
                 return self._at(b, h, i, j, sizes)
             except IndexError as error:
@@ -243,7 +245,7 @@ class Where(Mask):
                     "allowed edges only",
                 ) from error
 
-        return ask
+        return one
 
     def _text(self, full: bool) -> str:
         return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"

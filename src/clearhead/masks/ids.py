@@ -95,13 +95,13 @@ class Same(Mask):
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         ids, p = self._queries(torch.tensor(i, device=self.source_ids.device), sizes)
-        mine = int(at(ids, b, p))
-        its = int(at(self.source_ids, b, torch.tensor(j, device=self.source_ids.device)))
+        query_id = int(at(ids, b, p))
+        source_id = int(at(self.source_ids, b, torch.tensor(j, device=self.source_ids.device)))
         what = "document" if self.name == "document" else "id"
         sample = f" in sample {b}" if self.own.batch else ""
-        if mine == its:
-            return f"query {i} and source {j} both have {what} {its}{sample}"
-        return f"query {i} has {what} {mine}, source {j} has {what} {its}{sample}"
+        if query_id == source_id:
+            return f"query {i} and source {j} both have {what} {source_id}{sample}"
+        return f"query {i} has {what} {query_id}, source {j} has {what} {source_id}{sample}"
 
 
 def document(ids: Numbers) -> Mask:
@@ -171,16 +171,20 @@ class Repeats(Mask):
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         p, k = i + sizes.source - sizes.query, j - self.shift
-        asker = f"query {i}" + (f" (at position {p})" if p != i else "")
+        reader = f"query {i}" + (f" (at position {p})" if p != i else "")
         if k < 0:
             return f"no token comes before source {j}"
         if k >= p:
-            return f"source {j} {'follows' if self.shift else 'is'} no token before {asker}"
-        mine, its = (
+            return f"source {j} {'follows' if self.shift else 'is'} no token before {reader}"
+        query_id, source_id = (
             int(at(self.tokens, b, torch.tensor(x, device=self.tokens.device))) for x in (p, k)
         )
-        where = f"source {j} follows token {its}" if self.shift else f"source {j} is token {its}"
-        return f"{where}, {asker} is token {mine}"
+        where = (
+            f"source {j} follows token {source_id}"
+            if self.shift
+            else f"source {j} is token {source_id}"
+        )
+        return f"{where}, {reader} is token {query_id}"
 
 
 def induction(tokens: Numbers) -> Mask:

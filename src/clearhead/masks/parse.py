@@ -15,8 +15,8 @@ from clearhead.masks.mask import Mask
 from clearhead.masks.positional import LARGEST
 
 LEAVES: dict[str, Callable[..., Mask]] = {
-    make.__name__: make
-    for make in (
+    factory.__name__: factory
+    for factory in (
         positional.everything,
         positional.nothing,
         positional.causal,
@@ -35,7 +35,7 @@ LEAVES: dict[str, Callable[..., Mask]] = {
         edgewise.edges,
     )
 }
-# What other libraries and papers call them: known in hints only.
+# Names in other libraries and papers, for hints only.
 ALIASES = {
     **dict.fromkeys(("all", "full", "bidirectional", "any", "ones"), "everything()"),
     **dict.fromkeys(("none", "empty", "zeros"), "nothing()"),
@@ -50,7 +50,7 @@ ALIASES = {
     "previous": "diagonal(1)",
     "prefix_lm": "causal() | prefix(n)",
 }
-# How to write those that are often written otherwise.
+# How to write calls that are often written differently.
 CALLS = {
     "lengths": "lengths([5, 3]), a length for each sample; lengths(5, query=3) empties rows too",
     "edges": "edges([(3, 0), (3, 1)]), pairs of query and source",
@@ -62,7 +62,7 @@ SIGNS = {ast.BitAnd: And, ast.BitOr: Or, ast.Sub: Minus}
 LONGEST, DEEPEST = 10_000, 100
 OPERATORS = "masks compose with & (both), | (either), - (without), ~ (all other edges)"
 SHOWN = 72
-# What a mask argument takes, as an error says it.
+# The rule of a mask argument, as errors state it.
 MAY_ATTEND = "is a Mask or a bool tensor (True = may attend)"
 
 
@@ -76,7 +76,7 @@ def parse(expression: str) -> Mask:
 
     Operators bind as in Python: `~`, then `-`, then `&`, then `|`. `everything`, `nothing` and
     `causal` need no parentheses. Nothing is executed: only the names of masks, numbers, lists,
-    True and False are known. A ValueError points at the place that is wrong.
+    True and False are known. A ValueError points at the part that is wrong.
     """
     if not isinstance(expression, str):
         raise type_error("expression", "takes a string", got=type(expression).__name__)
@@ -86,15 +86,15 @@ def parse(expression: str) -> Mask:
         raise value_error("expression", "is empty", hint="for example: causal & window(3)")
     if len(text) > LONGEST:
         raise value_error("expression", f"has at most {LONGEST} characters", got=len(text))
-    if odd := next((sign for sign in text if not sign.isprintable()), None):
-        raise _Reader(text).error(f"has the character {odd!r}", text.index(odd))
+    if hidden := next((sign for sign in text if not sign.isprintable()), None):
+        raise _Reader(text).error(f"has the character {hidden!r}", text.index(hidden))
     if number := re.search(r"\d[\d_]{19,}", text):
         raise _Reader(text).error(f"numbers go up to {LARGEST}", *number.span())
     return _Reader(text).read()
 
 
 def guess(name: str) -> str:
-    """What somebody may have meant by a name that is not there; empty where nothing is near."""
+    """Suggest masks for an unknown name; empty where no name is close."""
     if name.lower() in ALIASES:
         return ALIASES[name.lower()]
     import difflib
@@ -103,7 +103,7 @@ def guess(name: str) -> str:
 
 
 def no_mask(name: str, given: Any, rule: str = MAY_ATTEND) -> TypeError:
-    """Refuse what is neither a mask nor a tensor, with the way to say what it means."""
+    """Build the TypeError for what is neither a mask nor a tensor, with how to express it."""
     hint = "for example masks.causal(), or a bool tensor with True where a query may attend"
     got = type(given).__name__
     if isinstance(given, str):
@@ -119,7 +119,7 @@ def no_mask(name: str, given: Any, rule: str = MAY_ATTEND) -> TypeError:
 
 
 class _Reader:
-    """Reads one expression, and knows its text to point into it."""
+    """Reads one expression; errors point into its text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -153,7 +153,7 @@ class _Reader:
         return self.error(problem, *self.place(node), hint=hint)
 
     def place(self, node: Any) -> tuple[int, int]:
-        # Python counts bytes of UTF-8.
+        # Python counts offsets in bytes of UTF-8.
         coded = self.text.strip().encode()
         start, stop = (
             len(coded[:offset].decode(errors="ignore")) + self.lead
@@ -180,25 +180,27 @@ class _Reader:
     ) -> Mask:
         if not isinstance(name, ast.Name):
             raise self.wrong(name, "only masks can be called", hint=f"masks: {', '.join(LEAVES)}")
-        make = LEAVES.get(name.id)
-        if make is None:
+        factory = LEAVES.get(name.id)
+        if factory is None:
             raise self.unknown(name)
-        call = CALLS.get(name.id) or f"{name.id}({', '.join(inspect.signature(make).parameters)})"
+        call = (
+            CALLS.get(name.id) or f"{name.id}({', '.join(inspect.signature(factory).parameters)})"
+        )
         if node is name and name.id not in BARE:
             raise self.wrong(node, f"{name.id} takes arguments", hint=f"write {call}")
         bools = name.id in BOOLS
         values = [self.value(each, bools) for each in given]
-        options = {str(each.arg): self.option(each, call, make, bools) for each in named}
+        options = {str(each.arg): self.option(each, call, factory, bools) for each in named}
         try:
-            inspect.signature(make).bind(*values, **options)
+            inspect.signature(factory).bind(*values, **options)
         except TypeError as error:
             raise self.wrong(node, f"{name.id}: {error}", hint=f"write {call}") from None
-        return self.made(node, make, *values, **options)
+        return self.made(node, factory, *values, **options)
 
-    def made(self, node: ast.AST, make: Callable[..., Mask], *given: Any, **named: Any) -> Mask:
-        """Call the maker; what it refuses is shown in its place."""
+    def made(self, node: ast.AST, factory: Callable[..., Mask], *given: Any, **named: Any) -> Mask:
+        """Call a factory; its errors point at the node."""
         try:
-            return make(*given, **named)
+            return factory(*given, **named)
         except (ValueError, TypeError) as error:
             problem, *more = str(error).split("\n")
             hints = [line.split("to do: ")[1] for line in more if "to do: " in line]
@@ -213,13 +215,16 @@ class _Reader:
         problem = f"{_cut(name.id)!r} is no mask{did_you_mean(meant)}"
         return self.wrong(name, problem, hint=hint)
 
-    def option(self, option: ast.keyword, call: str, make: Callable[..., Mask], bools: bool) -> Any:
-        if option.arg not in inspect.signature(make).parameters:
+    def option(
+        self, option: ast.keyword, call: str, factory: Callable[..., Mask], bools: bool
+    ) -> Any:
+        if option.arg not in inspect.signature(factory).parameters:
             name = "**" if option.arg is None else _cut(option.arg)
-            raise self.wrong(option, f"{make.__name__} takes no {name}", hint=f"write {call}")
+            raise self.wrong(option, f"{factory.__name__} takes no {name}", hint=f"write {call}")
         value = option.value
         if option.arg == "align" and isinstance(value, ast.Name) and value.id in ("end", "start"):
-            return value.id  # quotes are a nuisance inside of a shell's quotes
+            # Quotes are awkward inside a shell's quotes.
+            return value.id
         return self.value(value, bools)
 
     def value(self, node: ast.AST, bools: bool, depth: int = 0) -> Any:

@@ -156,11 +156,11 @@ class Relative(Mask):
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         offset = self._offset(sizes.query, sizes.source)
-        asker = f"query {i}" + (f" (at position {i + offset})" if offset else "")
+        reader = f"query {i}" + (f" (at position {i + offset})" if offset else "")
         after = j - (i + offset)
         if not after:
-            return f"source {j} is the own position of {asker}"
-        return f"source {j} lies {abs(after)} {'after' if after > 0 else 'before'} {asker}"
+            return f"source {j} is the own position of {reader}"
+        return f"source {j} lies {abs(after)} {'after' if after > 0 else 'before'} {reader}"
 
 
 @lru_cache(maxsize=64)
