@@ -10,7 +10,7 @@ from torch import nn
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead.intervention.comparing import Effect, Effects
+from clearhead.intervention import Effect, Effects
 from tests.architectures import ALL
 from tests.test_cutting import gpt, made, near, tokens
 

@@ -196,7 +196,7 @@ def test_what_is_printed_at_a_prompt_is_short() -> None:
     with ch.watch(alone, read=readings.Entropy()) as seen:
         alone(torch.randn(1, 3, 4))
     assert "(the model itself): 1 x 1 heads, 3 queries" in repr(seen[0])
-    assert repr(seen[0]).endswith("sources, by hand")
+    assert repr(seen[0]).endswith("sources, handwritten")
 
 
 def test_shapes_are_aligned() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead import heads, masks, readings
-from clearhead._capture import attach, joined
+from clearhead._capture import active_handlers, attach
 from tests.architectures import ALL
 from tests.test_watching import WAYS, WEIGHTS, Stack, lesson, sdpa
 
@@ -79,7 +79,11 @@ def world(model: nn.Module) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
         "random": torch.get_rng_state().tolist(),
-        "running": (joined.running(model), attach._switch.seers, dict(attach._switch._owns)),
+        "running": (
+            active_handlers(model),
+            attach._patched.interceptors,
+            dict(attach._patched._originals),
+        ),
     }
 
 

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead._capture import recompute
-from clearhead._capture.call import Call
-from clearhead.recording import packed as packing
-from clearhead.recording import watching
+from clearhead._capture import FusedCall, context_difference
+from clearhead._capture.recompute import few_rows
+from clearhead.recording import load
+from clearhead.recording.packed import Packed, pack
 
 
 class Deep(nn.Module):
@@ -94,7 +94,7 @@ class TestWaiting:
     def test_one_reading_is_not_in_a_tuple(self):
         _, seen = self.see(readings.TopK(8))
         assert seen[0].value.sources.dtype == torch.int64
-        assert isinstance(vars(seen[0])["value"], packing.Kept)
+        assert isinstance(vars(seen[0])["value"], Packed)
 
     def test_asked_twice_it_is_the_same(self):
         _, seen = self.see()
@@ -164,7 +164,7 @@ class TestWaiting:
     def test_save_and_load(self, tmp_path):
         _, seen = self.see(layers=2)
         seen.save(tmp_path / "seen")
-        again = watching.load(tmp_path / "seen")
+        again = load(tmp_path / "seen")
         pairs = zip(*(tree_leaves([r.value for r in s]) for s in (seen, again)), strict=True)
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
@@ -227,7 +227,7 @@ class TestWaiting:
     def test_whole_numbers_come_back(self, least, most, packed):
         x = torch.zeros(1 << 16, dtype=torch.int64)
         x[7], x[8] = least, most
-        waiting = packing.keep(x)
+        waiting = pack(x)
         assert waiting.nbytes == (1 << 16) * packed.itemsize
         assert torch.equal(waiting(), x)
         assert waiting().dtype == torch.int64
@@ -237,7 +237,7 @@ class TestWaiting:
         x = torch.randn(3, 1 << 15).to(dtype).mT
         if dtype.is_floating_point:
             x[0, 0], x[1, 0] = math.nan, -math.inf
-        waiting = packing.keep((x,))
+        waiting = pack((x,))
         (found,) = waiting()
         assert found.dtype == dtype
         assert torch.equal(found.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
@@ -245,13 +245,13 @@ class TestWaiting:
     def test_what_is_small_or_very_large_stays(self):
         small, large = torch.ones(3), torch.empty(1 << 23)
         value = readings.BlockMapValue(small, large)
-        assert packing.keep(value) is value
+        assert pack(value) is value
 
     def test_what_is_elsewhere_stays(self):
         there = torch.empty(1 << 15, device="meta")
-        assert packing.keep(there) is there
+        assert pack(there) is there
         here = torch.ones(1 << 15)
-        value = packing.keep((here, there))()
+        value = pack((here, there))()
         assert value[1] is there
         assert torch.equal(value[0], here)
 
@@ -261,7 +261,7 @@ class TestWaiting:
         for inner, columns in ((67, 2053), (2053, 67), (5, 7)):
             left = torch.randn(2, 3, 5, inner)
             right = torch.randn(2, columns, 3, inner).permute(0, 2, 3, 1)
-            got = recompute.few_rows(left, right)
+            got = few_rows(left, right)
             want = left.double() @ right.double()
             most = inner * 2.0**-24 * (left.double().abs() @ right.double().abs())
             assert got.shape == (2, 3, 5, columns)
@@ -270,10 +270,10 @@ class TestWaiting:
     def test_the_check_calls_no_blas_for_large_keys(self):
         """Its buffers would stay in the heap among the tensors of the model."""
         x = torch.randn(1, 3, 2053, 64)
-        given = Call(x, x, x, masks.causal())
+        given = FusedCall(x, x, x, masks.causal())
         context = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         with torch.profiler.profile() as profile:
-            found = recompute.difference(given, context, [0, 7, 2052])
+            found = context_difference(given, context, [0, 7, 2052])
         assert found is not None
         assert found < 1e-5
         assert not {event.key for event in profile.key_averages()} & {"aten::bmm", "aten::mm"}

@@ -14,7 +14,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead import heads, masks, models, readings
 from clearhead.attention import checks
-from clearhead.recording import watching
+from clearhead.recording import load
 from tests.architectures import ALL
 from tests.test_watching import WAYS, WEIGHTS, Stack, plain
 from tests.test_watching_models import attentions, generate, real
@@ -158,7 +158,7 @@ class TestGroupedHeads:
             shared = getattr(config, "num_key_value_heads", None) or total
             shared = 1 if name in ("Falcon", "GPT-BigCode") else shared
             for record in seen:
-                if record.how == "by hand":  # the product does not say what its keys were
+                if record.how == "handwritten":  # the product does not say what its keys were
                     assert record.source_heads is None
                     continue
                 assert record.source_heads == shared
@@ -183,7 +183,7 @@ class TestGroupedHeads:
         chosen = torch.stack([weights[:, :2].sum(2).mean(1), weights[:, 5].sum(1)], 1)
         torch.testing.assert_close(some[0].by_group(some[0].value).double(), chosen)
         seen.save(tmp_path / "seen")
-        again = watching.load(tmp_path / "seen")
+        again = load(tmp_path / "seen")
         assert (again[0].groups, again[0].source_heads) == (((0, 1, 2), (3, 4, 5)), 2)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead.recording import watching
+from clearhead.recording import load
 
 WEIGHTS = readings.Weights()
 
@@ -742,7 +742,7 @@ class TestSave:
         seen = self.see()
         seen.notes.append("a note")
         seen.save(tmp_path / "seen.safetensors")
-        again = watching.load(tmp_path / "seen.safetensors")
+        again = load(tmp_path / "seen.safetensors")
         assert again.notes == seen.notes
         for one, two in zip(seen, again, strict=True):
             assert torch.equal(one.value[0].sources, two.value[0].sources)
@@ -777,7 +777,7 @@ class TestSave:
         with ch.watch(mix) as seen:
             mix()
         seen.save(tmp_path / "seen")
-        again: Any = watching.load(tmp_path / "seen")
+        again: Any = load(tmp_path / "seen")
         assert torch.equal(
             again[0].mask.dense(5).expand(1, 1, 5, 5), mask.dense(5).expand(1, 1, 5, 5)
         )
@@ -789,7 +789,7 @@ class TestSave:
             self.see().save(path)
         assert path.read_text() == "mine"
         self.see().save(path, force=True)
-        assert len(watching.load(path)) == 4
+        assert len(load(path)) == 4
 
     def test_other_files_are_refused(self, tmp_path):
         from safetensors.torch import save_file
@@ -797,16 +797,16 @@ class TestSave:
         path = tmp_path / "other"
         path.write_bytes(b"not a tensor file")
         with pytest.raises(ValueError, match=r"seen\.save wrote"):
-            watching.load(path)
+            load(path)
         save_file({"x": torch.ones(1)}, path)
         with pytest.raises(ValueError, match=r"seen\.save wrote"):
-            watching.load(path)
+            load(path)
         header = {"clearhead": '{"schema": "clearhead.seen", "version": 99}'}
         save_file({"x": torch.ones(1)}, path, metadata=header)
         with pytest.raises(ValueError, match="version 1; got version 99"):
-            watching.load(path)
+            load(path)
         with pytest.raises(FileNotFoundError):
-            watching.load(tmp_path / "nothing")
+            load(tmp_path / "nothing")
 
 
 class TestEstimate:

@@ -68,7 +68,7 @@ def test_one_pass(one: Architecture, backend: str):
     eager = attentions(one.make("eager")(**inputs, output_attentions=True))
     assert_seen(seen, eager, beside=one.beside)
     assert all(record.check is not None and record.check < 1e-5 for record in seen)
-    assert {record.how for record in seen} <= {backend, "by hand", "sdpa"}
+    assert {record.how for record in seen} <= {backend, "handwritten", "sdpa"}
     assert all(re.search(one.unseen + ": not seen", note) for note in seen.notes), seen.notes
     assert bool(seen.notes) == (one.unseen != "$^")
 

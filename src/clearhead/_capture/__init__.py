@@ -1,26 +1,49 @@
-"""How the attention calls of a model are intercepted, read and put together."""
+"""How the attention calls of a model are intercepted, described, and read again."""
 
 from __future__ import annotations
 
-from clearhead._capture import attach, joined, recompute
-from clearhead._capture.call import Call, from_sdpa
-from clearhead._capture.calling import call_with
-from clearhead._capture.intercept import Handler, Interceptor, Loop
-from clearhead._capture.modules import Modules, nothing_seen, two_sided
+from clearhead._capture.attach import active_handlers, attached
+from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, unmasked
+from clearhead._capture.calling import call_with, watchable
+from clearhead._capture.describe import from_sdpa
+from clearhead._capture.handler import Handler
+from clearhead._capture.intercept import Interceptor
+from clearhead._capture.modules import Modules, nothing_seen
 from clearhead._capture.provenance import SOFTMAXES
+from clearhead._capture.recompute import (
+    call_mask,
+    call_strip,
+    context_difference,
+    read_call,
+    rounding_bound,
+    shared_mask,
+)
+from clearhead._capture.transformers import Loop, last_query, prompt_length, two_sided
 
 __all__ = [
     "SOFTMAXES",
     "Call",
+    "EagerCall",
+    "FusedCall",
     "Handler",
     "Interceptor",
     "Loop",
     "Modules",
-    "attach",
+    "active_handlers",
+    "attached",
+    "call_mask",
+    "call_strip",
     "call_with",
+    "context_difference",
+    "dense_edges",
     "from_sdpa",
-    "joined",
+    "last_query",
     "nothing_seen",
-    "recompute",
+    "prompt_length",
+    "read_call",
+    "rounding_bound",
+    "shared_mask",
     "two_sided",
+    "unmasked",
+    "watchable",
 ]

@@ -1,15 +1,29 @@
-"""How a model is called with the inputs that a user gives."""
+"""The model that a user gives, and the inputs that it is called with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from clearhead._core import type_error
+from clearhead._core import type_error, value_error
 
-__all__ = ["call_with"]
+__all__ = ["call_with", "watchable"]
+
+
+def watchable(model: Any) -> Any:
+    """Give the model itself, without the wrapper of `torch.compile`; refuse what cannot be seen."""
+    if not callable(model):
+        raise type_error("model", "is a module or a function", got=type(model).__name__)
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise value_error(
+            "model",
+            "runs its replicas in threads, which one watch cannot see",
+            got="torch.nn.DataParallel",
+            hint="watch(model.module) and call model.module inside the block",
+        )
+    return getattr(model, "_orig_mod", model)
 
 
 def call_with(model: Callable[..., Any], inputs: Any) -> Any:

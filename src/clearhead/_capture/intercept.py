@@ -1,13 +1,13 @@
-"""The mode that sees every attention call of a model, and lets a handler look or answer."""
+"""The function mode that intercepts every attention call of a model for a handler."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,96 +15,35 @@ import torch.nn.functional as F
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
-from clearhead._capture import call as calls
-from clearhead._capture import handwritten
-from clearhead._capture.call import Additive, Call
-from clearhead._capture.modules import Modules
-from clearhead._capture.provenance import (
-    DIVISIONS,
-    EXPONENTIALS,
-    PRODUCTS,
-    SOFTMAXES,
-    Origin,
-    Trace,
-)
-from clearhead._core import value_error
+from clearhead._capture import describe
+from clearhead._capture.call import Call
+from clearhead._capture.describe import Additive
+from clearhead._capture.handler import Handler
+from clearhead._capture.handwritten import HANDWRITTEN, Handwritten, folding
+from clearhead._capture.modules import Modules, Sites
+from clearhead._capture.provenance import Origin, Provenance
+from clearhead._capture.transformers import ungrouped
 from clearhead.attention import attend
 
-__all__ = ["Handler", "Interceptor", "Loop"]
-
-
-class Handler:
-    """What is done with a call: look only, or answer in its place.
-
-    `scores` is asked of attention written by hand, before the softmax; `before` of every other
-    call, before its kernel. Both may answer None: the model goes its own way. `after` sees the
-    context, and may answer another one. All tensors are `(batch, head, position, ...)`.
-    """
-
-    values = True  # whether it looks at values, and not at shapes alone
-
-    def scores(self, call: Call) -> Tensor | None:
-        """Answer other scores for attention written by hand."""
-
-    def before(self, call: Call) -> Tensor | None:
-        """Answer the context in the place of the model's own kernel."""
-
-    def after(self, call: Call, context: Tensor) -> Tensor | None:
-        """Look at the context that was made, and answer another one or None."""
-
-    def unseen(self, module: str, reason: str) -> None:
-        """Hear of a call that looks like attention and cannot be seen."""
-
-    def begins(self, name: str) -> None:
-        """Hear that a module of the model begins to run."""
-
-    def ends(self, name: str, count: int | None) -> None:
-        """Hear that a module, which was called on `count` positions, has run."""
-
-    def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's own `generate`."""
-        return run(*args, **kwargs)
-
-    def loop_begins(self, loop: Loop) -> None:
-        """Hear that a loop of `generate` begins."""
-
-    def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
-        """Hear of the sequences that a loop made, and of beams of the rows they came from."""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A loop of `generate()` of `transformers`, which calls one module step by step."""
-
-    module: str
-    tokens: Tensor  # (row, position) that it begins with
-    beams: bool
-    cache: Any
-
-    @property
-    def cached(self) -> int | None:
-        """How many positions the cache holds now; None where there is none that says so."""
-        size = getattr(self.cache, "get_seq_length", None)
-        try:
-            return None if size is None else int(size())
-        except (ValueError, TypeError):  # no layer of it has a length
-            return None
+__all__ = ["Interceptor"]
 
 
 class Interceptor(TorchFunctionMode):
-    """Watches the torch calls of one thread inside a `with` block and tells the handler."""
+    """Intercepts the torch calls of one thread inside a `with` block, and notifies the handler."""
 
     def __init__(self, handler: Handler, modules: Modules) -> None:
         self.handler = handler
         self.modules = modules
-        self.trace = Trace()
-        self.frames: list[Frame] = []
+        self.provenance = Provenance()
+        self.sites = Sites(modules, self.provenance, handler.reads_values)
+        self.handwritten = Handwritten(handler, self.provenance, self.sites)
         self._thread = threading.get_ident()
-        self.pending: dict[int, str] = {}
-        self._layers: dict[str, int] = {}
-        self._calls: dict[str, int] = {}
-        self._kinds: dict[str, str] = {}
         self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
+
+    @property
+    def here(self) -> bool:
+        """Whether the code runs in the thread that is watched."""
+        return threading.get_ident() == self._thread
 
     def __torch_function__(
         self,
@@ -114,107 +53,13 @@ class Interceptor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _SPECIAL:
-            return _SPECIAL[func](self, func, args, kwargs)
+        if func in HANDWRITTEN:
+            return HANDWRITTEN[func](self.handwritten, func, args, kwargs)
+        if func in _FUSED:
+            return _FUSED[func](self, func, args, kwargs)
         if type(func).__name__ == "FlexAttentionHOP":
             return self.flex(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self.trace.follow(func, args, kwargs, out)
-        return out
-
-    def sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle `F.scaled_dot_product_attention`."""
-        if not self.listening:
-            return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        query, key, value = given["query"], given["key"], given["value"]
-        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-        shape = (*lead, *query.shape[-3:-1], value.shape[-1])
-        with quiet():
-            call = calls.from_sdpa(**self._unpacked(given), split=self.split)
-        call = self.place(call, self.roots(query, key))
-        return self.fused(call, lambda: func(*args, **kwargs), shape, query)
-
-    def fused(
-        self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...], query: Tensor
-    ) -> Tensor:
-        """Run a call whose weights are never made, and whose context has the given shape."""
-        with quiet():
-            other = self.handler.before(call)
-        if other is None:
-            context = run()
-        else:
-            if self._beneath():
-                run()  # so that blocks around this one see the model's own call
-            context = other.reshape(shape)
-        assert call.query is not None
-        assert call.value is not None
-        four = (*call.query.shape[:3], call.value.shape[-1])
-        with quiet():
-            changed = self.handler.after(call, context.reshape(four))
-        if changed is not None:
-            context = changed.reshape(shape)
-        self.saw()
-        self.trace.mark(context, Origin(self.trace.root(query)))
-        return context
-
-    def own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle `clearhead.attend`."""
-        if not self.listening:
-            return func(*args, **kwargs)
-        query, key = args[:2]
-        rest: list[Any] = []
-
-        def run() -> Tensor:
-            answer = func(*args, **kwargs)
-            context, *values = answer if kwargs.get("read") is not None else (answer,)
-            rest.extend(values)
-            return context
-
-        with quiet():
-            call = calls.from_attend(*args, **kwargs)
-        shape = (*query.shape[:-1], args[2].shape[-1])
-        call = self.place(call, self.roots(query, key))
-        context = self.fused(call, run, shape, query)
-        if kwargs.get("read") is None:
-            return context
-        if not rest:
-            # another context was made in the place of attend's: its readings are still wanted
-            with quiet():
-                rest.append(func(*args, **kwargs)[1])
-        return context, rest[0]
-
-    def flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle the operator below `flex_attention`, which answers context, lse and max."""
-        if not self.listening:
-            return func(*args, **kwargs)
-        query, key, value = args[:3]
-        rest: list[Any] = []
-
-        def run() -> Tensor:
-            context, *others = func(*args, **kwargs)
-            rest.extend(others)
-            return context
-
-        with quiet():
-            call = calls.from_flex(*args[:6])
-        call = self.place(call, self.roots(query, key))
-        context = self.fused(call, run, (*query.shape[:-1], value.shape[-1]), query)
-        if not rest:
-            with quiet():
-                rest.extend(func(*args, **kwargs)[1:])
-        return (context, *rest)
-
-    def multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle `F.multi_head_attention_forward`: run its body, so that its calls are seen."""
-        before = self.folded
-        _folded.heads = kwargs["num_heads"] if "num_heads" in kwargs else args[4]
-        try:
-            with self:
-                return _body(func)(*args, **kwargs)
-        finally:
-            _folded.heads = before
+        return self.provenance.run(func, args, kwargs)
 
     def __exit__(self, *_: Any) -> None:
         # Blocks of generators and of tasks that take turns need not be left in order.
@@ -227,161 +72,137 @@ class Interceptor(TorchFunctionMode):
         for mode in reversed(above):
             overrides._push_mode(mode)
 
-    def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a softmax: of a product of two activations it may be attention by hand."""
-        scores = args[0] if args else kwargs["input"]
-        origin = self.trace.origin(scores)
-        if origin is None or origin.product is None or not self.listening:
-            return self.other(func, args, kwargs)
-        return handwritten.softmax(self, func, args, kwargs, origin)
+    def sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle `F.scaled_dot_product_attention`."""
+        if not self.sites.listening:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = given["query"], given["key"], given["value"]
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+        shape = (*lead, *query.shape[-3:-1], value.shape[-1])
+        with torch._C.DisableTorchFunction():
+            call = describe.from_sdpa(**ungrouped(self.sites.interface, given), split=self.split)
+        located = self.sites.locate(call, self.sites.roots(query, key))
+        return self.run_call(located, lambda: func(*args, **kwargs), shape, query)
 
-    def exponential(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle exp: of a product of two activations it may begin a softmax by hand."""
-        origin = self.trace.origin(args[0]) if args else None
-        if origin is None or origin.product is None or not self.listening:
-            return self.other(func, args, kwargs)
-        return handwritten.exponential(self, func, args, kwargs, origin)
+    def attend(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle `clearhead.attend`."""
+        if not self.sites.listening:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        with torch._C.DisableTorchFunction():
+            call = describe.from_attend(*args, **kwargs)
+        shape = (*query.shape[:-1], value.shape[-1])
+        if kwargs.get("read") is None:
+            located = self.sites.locate(call, self.sites.roots(query, key))
+            return self.run_call(located, lambda: func(*args, **kwargs), shape, query)
+        return self._with_others(call, lambda: func(*args, **kwargs), shape, query, key)
 
-    def division(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a division: of an exponential by its sum it ends a softmax by hand."""
-        out = self.other(func, args, kwargs)
-        origin = self.trace.origin(args[0]) if len(args) == 2 else None
-        if origin is not None and origin.exp is not None and isinstance(args[1], Tensor):
-            handwritten.division(self, origin, args[1], out)
-        return out
+    def flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle the operator below `flex_attention`, which returns context, lse and max."""
+        if not self.sites.listening:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        with torch._C.DisableTorchFunction():
+            call = describe.from_flex(*args[:6])
+        shape = (*query.shape[:-1], value.shape[-1])
+        return self._with_others(call, lambda: func(*args, **kwargs), shape, query, key)
 
-    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run any other call, and follow where its result comes from."""
-        out = func(*args, **kwargs)
-        self.trace.follow(func, args, kwargs, out)
-        return out
+    def _with_others(
+        self, call: Call, run: Callable[[], Any], shape: tuple[int, ...], query: Tensor, key: Tensor
+    ) -> tuple[Any, ...]:
+        """Run a call of a kernel that returns more than the context."""
+        others: list[Any] = []
 
-    def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a matrix product: the first or the second one of attention by hand."""
-        return handwritten.product(self, func, args, kwargs)
+        def context() -> Tensor:
+            made, *more = run()
+            others.extend(more)
+            return made
 
-    def _beneath(self) -> bool:
-        """Whether a block around this one looks at calls as well; this one is off its stack."""
-        modes = overrides._get_current_function_mode_stack()
-        return any(isinstance(mode, Interceptor) for mode in modes)
+        located = self.sites.locate(call, self.sites.roots(query, key))
+        made = self.run_call(located, context, shape, query)
+        if not others:
+            # Another context took the place of the kernel's: its other results are still needed.
+            with torch._C.DisableTorchFunction():
+                others.extend(run()[1:])
+        return (made, *others)
 
-    @property
-    def here(self) -> bool:
-        """Whether the code runs in the thread that watches."""
-        return threading.get_ident() == self._thread
+    def multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle `F.multi_head_attention_forward`: run its body, so that its calls are seen."""
+        heads = kwargs["num_heads"] if "num_heads" in kwargs else args[4]
+        with folding(heads), self:
+            return _body(func)(*args, **kwargs)
 
-    @property
-    def listening(self) -> bool:
-        """Whether a call made now belongs to the model, and is no second run of a checkpoint."""
-        return self.modules.active and torch._C._current_graph_task_id() == -1
+    def run_call(
+        self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...], query: Tensor
+    ) -> Tensor:
+        """Run a call of a kernel between `before` and `after` of the handler.
 
-    @property
-    def running(self) -> str:
-        """The dotted name of the module that makes a call now."""
-        return self.frames[-1].name if self.frames else self.modules.current
-
-    @property
-    def folded(self) -> int | None:
-        """How many heads torch's own multi-head function folds into the batch, inside it."""
-        return getattr(_folded, "heads", None)
-
-    def saw(self) -> None:
-        """Note that the call in progress of an attention interface has been seen."""
-        if self.frames:
-            self.frames[-1].seen = True
-
-    def place(
-        self, call: Call, roots: tuple[int, int] | None = None, *, count: bool = True
-    ) -> Call:
-        """Give the call its module, layer, number and kind."""
-        if self.handler.values and any(
-            x is not None and x.is_meta for x in (call.value, call.scores)
-        ):
-            rule = "is on the meta device, where tensors have no values to look at"
-            raise value_error("model", rule, hint="clearhead.estimate asks for shapes only")
-        module = self.running
-        layer = self._layers.get(module, len(self._layers))
-        number = self._calls.get(module, -1) + 1
-        if count:
-            self._layers[module], self._calls[module] = layer, number
-        kind = self._kind(module, roots)
-        return call.but(module=module, layer=layer, call=number, kind=kind)
-
-    def roots(self, query: Tensor, key: Tensor) -> tuple[int, int] | None:
-        """Give what query and key descend from, where both are known."""
-        left, right = self.trace.origin(query), self.trace.origin(key)
-        return (left.root, right.root) if left and right else None
-
-    def _kind(self, module: str, roots: tuple[int, int] | None) -> str:
-        """Tell self from cross attention by whether query and key descend from one input."""
-        named = self.modules.says_cross(module)
-        if named is not None:
-            return "cross" if named else "self"
-        if roots is None:
-            return self._kinds.get(module, "self")
-        return self._kinds.setdefault(module, "self" if roots[0] == roots[1] else "cross")
-
-    def _unpacked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Undo what `transformers` does to grouped heads: keys repeated, or queries packed."""
-        frame = self.frames[-1] if self.frames else None
-        query, key, mask = given["query"], given["key"], given.get("attn_mask")
-        if frame is None or not frame.own or frame.key.shape[1] == frame.query.shape[1]:
-            return given
-        if query.shape != frame.query.shape:
-            # one query a head, the heads of a group laid along the query axis
-            query = frame.query
-            if mask is not None and mask.shape[1] != 1:
-                mask = mask.reshape(mask.shape[0], query.shape[1], 1, mask.shape[-1])
-        key, value = (x[:, :, : key.shape[2]] for x in (frame.key, frame.value))
-        changes = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        return {**given, **changes, "enable_gqa": True}
+        `shape` is that of the context that the model expects.
+        """
+        with torch._C.DisableTorchFunction():
+            other = self.handler.before(call)
+        if other is None:
+            context = run()
+        else:
+            if _intercepted():
+                run()  # so that blocks around this one see the model's own call
+            context = other.reshape(shape)
+        four = (*call.sizes[:3], call.value.shape[-1])
+        with torch._C.DisableTorchFunction():
+            changed = self.handler.after(call, context.reshape(four))
+        if changed is not None:
+            context = changed.reshape(shape)
+        self.sites.seen()
+        self.provenance.mark(context, Origin(self.provenance.root(query)))
+        return context
 
     def split(self, mask: Tensor) -> Additive:
-        """Tell blocked entries from a bias, once for a mask that many layers share."""
+        """Separate blocked entries from a bias, once for a mask that many layers share."""
         if torch._C._len_torch_dispatch_stack():
-            # shapes alone are asked for: there are no values to look at
+            # Only shapes are needed: there are no values to read.
             return Additive(None, None, None)
+        if mask.is_inference():  # its edits in place are not counted
+            return describe.split_additive(mask)
         found = self._split.get(id(mask))
         if found is None or found[0]() is not mask or found[1] != mask._version:
-            found = (weakref.ref(mask), mask._version, calls.split_additive(mask))
+            found = (weakref.ref(mask), mask._version, describe.split_additive(mask))
             self._split[id(mask)] = found
         return found[2]
 
+    @staticmethod
+    @contextlib.contextmanager
+    def suspended() -> Iterator[None]:
+        """Let compiled kernels run as they would outside the block.
 
-class Frame:
-    """One call through the attention interface of `transformers`: its tensors before any repeat."""
+        They are compiled anew where a mode, or even a flag that turns modes off, is not as it was;
+        so the modes are taken off their stack, and the forced eager stance is lifted.
+        """
+        with contextlib.ExitStack() as stack:
+            while isinstance(overrides._get_current_function_mode(), Interceptor):
+                stack.enter_context(overrides._pop_mode_temporarily())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("default"))
+            yield
 
-    def __init__(self, name: str, own: bool, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self.name = name
-        self.own = own
-        self.query, self.key, self.value = query, key, value
-        self.seen = False
 
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Compute outside the watched world: no modes."""
-    with torch._C.DisableTorchFunction():
-        yield
+def _intercepted() -> bool:
+    """Whether a block around the current one intercepts calls; the current one is off the stack."""
+    modes = overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, Interceptor) for mode in modes)
 
 
 def _body(func: Any) -> Any:
-    """Copy a function of torch so that it asks for no override: its body runs under the mode."""
+    """Copy a function of torch so that it calls no override: its body runs under the mode."""
     world = {**func.__globals__, "has_torch_function": lambda tensors: False}
     copy = types.FunctionType(func.__code__, world, func.__name__, func.__defaults__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
 
-# How many heads torch's own function, where it runs now in this thread, folds into the batch.
-_folded = threading.local()
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
+_FUSED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: Interceptor.sdpa,
     F.multi_head_attention_forward: Interceptor.multi_head,
-    attend: Interceptor.own,
-    **dict.fromkeys(SOFTMAXES, Interceptor.softmax),
-    **dict.fromkeys(PRODUCTS, Interceptor.product),
-    **dict.fromkeys(EXPONENTIALS, Interceptor.exponential),
-    **dict.fromkeys(DIVISIONS, Interceptor.division),
+    attend: Interceptor.attend,
 }

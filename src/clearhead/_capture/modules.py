@@ -1,4 +1,4 @@
-"""Which module of the model is running."""
+"""Which module of a model is running, and the numbers of its attention calls."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Modules", "two_sided"]
+from clearhead._capture.call import Call
+from clearhead._capture.provenance import Provenance
+from clearhead._capture.transformers import InterfaceCall, called_positions, declares_cross
+from clearhead._core import value_error
+
+__all__ = ["Modules", "Sites", "nothing_seen"]
 
 _ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
@@ -21,15 +27,7 @@ _RECURS = re.compile(
     r"|shortconv|fourier",
     re.IGNORECASE,
 )
-_CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", "encoder_attn")
-
-
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
-def two_sided(model: Any) -> bool:
-    """Say whether a model has an encoder and a decoder."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _within(name: str, other: str) -> bool:
@@ -40,15 +38,6 @@ def _within(name: str, other: str) -> bool:
 def _plain(name: str) -> str:
     """Leave out of a dotted name what `torch.compile` put in."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def _count(inputs: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Say on how many positions a model is called."""
-    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-    for tokens in (*(kwargs.get(name) for name in names), *inputs[:1]):
-        if isinstance(tokens, Tensor) and tokens.ndim > 1:
-            return tokens.shape[1]
-    return None
 
 
 def _alike(pair: tuple[str, str]) -> bool:
@@ -72,7 +61,7 @@ class Modules:
         self.elsewhere: set[str] = set()
         self.scripted: set[str] = set()
         self.fast = False
-        self.on_begin: Callable[[str], None] = lambda name: None
+        self.on_start: Callable[[str], None] = lambda name: None
         self.on_end: Callable[[str, int | None], None] = lambda name, count: None
         self._stack: list[str] = []
         self._thread = threading.get_ident()
@@ -113,14 +102,9 @@ class Modules:
         """Give the dotted name of a module of the model."""
         return self.names.get(id(module), self.current)
 
-    def says_cross(self, name: str) -> bool | None:
-        """Say what the module's own name or attribute calls its attention, where it does."""
-        module = self._modules.get(name)
-        flag = getattr(module, "is_cross_attention", None)
-        if isinstance(flag, bool):
-            return flag
-        leaf = name.lower()
-        return True if any(word in leaf for word in _CROSS) else None
+    def declares_cross(self, name: str) -> bool | None:
+        """Whether a module is cross attention by its own attribute or name, where either says."""
+        return declares_cross(self._modules.get(name), name)
 
     def overlooked(self, seen: set[str]) -> list[str]:
         """Name the modules called attention that ran without a call that was seen."""
@@ -167,7 +151,7 @@ class Modules:
     def running(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Hear that a module runs, in this thread or another one."""
+        """Keep a module on the stack while it runs; note one that runs in another thread."""
         name = self.names[id(module)]
         if threading.get_ident() != self._thread:
             self.elsewhere.add(name)
@@ -177,16 +161,84 @@ class Modules:
         self.fast = self.fast or self.takes_fast_path(module, args)
         before = list(self._stack)
         self._stack.append(name)
-        self.on_begin(name)
+        self.on_start(name)
         try:
             yield
             self._stack[:] = before
-            self.on_end(name, _count(args, kwargs))
+            self.on_end(name, called_positions(args, kwargs))
         finally:
             self._stack[:] = before
 
 
+class Sites:
+    """Gives each call of one run its module, layer, number and kind."""
+
+    def __init__(self, modules: Modules, provenance: Provenance, reads_values: bool) -> None:
+        self._modules = modules
+        self._provenance = provenance
+        self._reads_values = reads_values
+        self._through: list[InterfaceCall] = []
+        self._layers: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._kinds: dict[str, str] = {}
+
+    @property
+    def listening(self) -> bool:
+        """Whether a call made now belongs to the model, and is no second run of a checkpoint."""
+        return self._modules.active and torch._C._current_graph_task_id() == -1
+
+    @property
+    def running(self) -> str:
+        """The dotted name of the module that makes a call now."""
+        return self._through[-1].module if self._through else self._modules.current
+
+    @property
+    def interface(self) -> InterfaceCall | None:
+        """The call of an attention interface that is in progress, if any."""
+        return self._through[-1] if self._through else None
+
+    @contextlib.contextmanager
+    def through(self, call: InterfaceCall) -> Iterator[InterfaceCall]:
+        """Run inside a call of an attention interface."""
+        self._through.append(call)
+        try:
+            yield call
+        finally:
+            self._through.pop()
+
+    def seen(self) -> None:
+        """Note that the call in progress of an attention interface has been seen."""
+        if self._through:
+            self._through[-1].seen = True
+
+    def roots(self, query: Tensor, key: Tensor) -> tuple[int, int] | None:
+        """Give what query and key descend from, where both are known."""
+        left, right = self._provenance.origin(query), self._provenance.origin(key)
+        return (left.root, right.root) if left and right else None
+
+    def locate(self, call: Call, roots: tuple[int, int] | None) -> Call:
+        """Give the call its module, layer, number and kind."""
+        if self._reads_values and call.value.is_meta:
+            rule = "is on the meta device, where tensors have no values to look at"
+            raise value_error("model", rule, hint="clearhead.estimate asks for shapes only")
+        module = self.running
+        layer = self._layers.setdefault(module, len(self._layers))
+        number = self._calls[module] = self._calls.get(module, -1) + 1
+        kind = self._kind(module, roots)
+        return replace(call, module=module, layer=layer, call=number, kind=kind)
+
+    def _kind(self, module: str, roots: tuple[int, int] | None) -> str:
+        """Tell self from cross attention by whether query and key descend from one input."""
+        declared = self._modules.declares_cross(module)
+        if declared is not None:
+            return "cross" if declared else "self"
+        if roots is None:
+            return self._kinds.get(module, "self")
+        return self._kinds.setdefault(module, "self" if roots[0] == roots[1] else "cross")
+
+
 def nothing_seen(modules: Modules, notes: list[str]) -> str:
+    """Say why no attention call may have been seen, in the words of an error."""
     lines = ["watch: no attention call of the model was seen"]
     lines += [f"  {note}" for note in notes]
     if modules.elsewhere:

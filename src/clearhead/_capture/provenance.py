@@ -1,4 +1,4 @@
-"""Where tensors come from, followed through the calls: how attention by hand is recognised."""
+"""Where tensors come from, followed from call to call: how handwritten attention is recognised."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = [
     "PRODUCTS",
     "SOFTMAXES",
     "Origin",
+    "Provenance",
     "Softmax",
-    "Trace",
     "tensors",
 ]
 
@@ -58,33 +58,33 @@ _SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.
 
 @dataclass(eq=False)
 class Softmax:
-    """A softmax over the product of two activations: attention, once its result meets a value."""
+    """A softmax over the product of two activations: attention, once it multiplies a value."""
 
     scores: Tensor  # as the model gave them to the softmax
     weights: Tensor
     dim: int
     roots: tuple[int, int]
     heads: int | None
-    module: Any = None
-    scale: float = 1.0
-    taken: bool = False
+    module: str
+    scale: float
+    used: bool = False  # whether its weights have met a value
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of a tensor: the input it descends from, and its part in an attention."""
+    """What is known of a tensor: the input it descends from, and its role in an attention."""
 
     root: int
-    product: tuple[int, int] | None = None  # the roots of query and key
-    softmax: Softmax | None = None
-    swapped: bool = False  # the last two axes stand the other way round
-    heads: int | None = None  # the head axis that was folded into the batch
-    dropped: bool = False
-    scale: float = 1.0  # what multiplied it since its projection
-    exp: Tensor | None = None  # the scores that it is the exponential of
+    product: tuple[int, int] | None = None  # of scores: the roots of query and key
+    softmax: Softmax | None = None  # of weights
+    swapped: bool = False  # whether the last two axes are transposed
+    heads: int | None = None  # the size of the head axis that was folded into the batch
+    dropped: bool = False  # whether dropout acted on it
+    scale: float = 1.0  # the factor that multiplied it since its projection
+    exp: Tensor | None = None  # the scores whose exponential it is
 
 
-class Trace:
+class Provenance:
     """A table from live tensors to their origins; it keeps no tensor alive but softmax results."""
 
     def __init__(self) -> None:
@@ -118,23 +118,19 @@ class Trace:
                 self.mark(tensor, Origin(self._roots))
         return self._roots
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and follow where its result comes from."""
+        out = func(*args, **kwargs)
+        self.follow(func, args, kwargs, out)
+        return out
+
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Let the result of a call inherit the origin of its (first) known argument."""
         if not isinstance(out, (Tensor, tuple, list)):
             return
-        known = None
-        learned = func in _PROJECTIONS
-        for tensor in tensors((args, kwargs) if kwargs else args):
-            learned = learned or isinstance(tensor, Parameter)
-            origin = self.origin(tensor)
-            if origin is None:
-                continue
-            if known is None or func in _INSERTS or (origin.softmax and not known.softmax):
-                known = origin
+        known, learned = self._argument(func, args, kwargs)
         if known is None:
-            known = self._begin(func, args, kwargs)
-            if known is None:
-                return
+            return
         if func in _FORGET or func in _PROJECTIONS or (learned and func in PRODUCTS):
             known = Origin(known.root)
         elif learned:
@@ -148,8 +144,22 @@ class Trace:
             if tensor.is_floating_point():
                 self.mark(tensor, _inherit(known, func, source, tensor))
 
+    def _argument(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Origin | None, bool]:
+        """Give the origin that a result inherits, and whether an argument is a parameter."""
+        known, learned = None, func in _PROJECTIONS
+        for tensor in tensors((args, kwargs) if kwargs else args):
+            learned = learned or isinstance(tensor, Parameter)
+            origin = self.origin(tensor)
+            if origin is None:
+                continue
+            if known is None or func in _INSERTS or (origin.softmax and not known.softmax):
+                known = origin
+        return (self._begin(func, args, kwargs) if known is None else known), learned
+
     def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Origin | None:
-        """Start a line of descent where an unknown activation meets a parameter."""
+        """Make a root where an unknown activation meets a parameter."""
         if func is F.embedding:
             self._roots += 1
             return Origin(self._roots)
@@ -173,7 +183,7 @@ def _inherit(known: Origin, func: Any, source: Tensor | None, out: Tensor) -> Or
 
 
 def _folds(source: Tensor, out: Tensor) -> bool:
-    """Whether the two axes before the last two became one: heads in the batch."""
+    """Whether the two axes before the last two were merged: heads folded into the batch."""
     if not source.ndim == out.ndim + 1 > 3:
         return False
     return out.shape[-2:] == source.shape[-2:] and out.shape[:-3] == source.shape[:-4]
@@ -204,7 +214,7 @@ def _swaps(source: Tensor, out: Tensor) -> bool:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """Walk the tensors of nested tuples, lists and dicts, three levels deep at most."""
+    """Iterate over the tensors in nested tuples, lists and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Readings of a captured call: of all of its rows, or of chosen heads and rows only."""
+"""Readings of a captured call, and the check of its context, by computing rows of it again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._capture.call import Call
+from clearhead._capture.call import Call, EagerCall, FusedCall, unmasked
 from clearhead.attention import checks, impl
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Scores, Strip, Weights
 
 __all__ = [
-    "allowed",
-    "choose_heads",
-    "difference",
-    "mask_of",
-    "read",
-    "shared",
-    "strip",
-    "tolerance",
+    "call_mask",
+    "call_strip",
+    "context_difference",
+    "few_rows",
+    "read_call",
+    "rounding_bound",
+    "shared_mask",
 ]
 
 # Numbers in one strip of scores: 4 MiB of float32.
@@ -32,31 +31,30 @@ _STRIP = 1 << 20
 _LARGE = 1 << 17
 
 
-def read(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
+def read_call(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
     """Give one value for each reading; with `queries`, of those rows of the weight map only."""
-    if queries is None and call.scores is None and call.query is not None:
-        problem, asked = call.problem, tuple(wanted)
-        checks.readings(asked, problem)
-        chosen = impl.choose(problem, asked, None)
-        # the tiled one can leave the context out; the native one is faster with it
+    if queries is None and isinstance(call, FusedCall):
+        problem, read = call.problem, tuple(wanted)
+        checks.readings(read, problem)
+        chosen = impl.choose(problem, read, None)
+        # The tiled one can leave the context out; the native one is faster with it.
         alone = getattr(chosen, "readings_only", lambda *given: chosen.attend(*given)[1])
-        return alone(problem, asked)
-    sizes = call.sizes
+        return alone(problem, read)
     for reading in wanted:
-        reading.check(sizes)
-    total = call.sizes[2]
+        reading.check(call.sizes)
+    total = call.sizes.query
     rows = list(range(total)) if queries is None else sorted({row % total for row in queries})
     parts: list[Any] = [None] * len(wanted)
-    for piece in _strips(call, rows):
+    for strip in _strips(call, rows):
         for at, reading in enumerate(wanted):
-            part = reading.part(piece)
+            part = reading.part(strip)
             parts[at] = part if parts[at] is None else reading.merge(parts[at], part)
     return [_finish(*pair, queries) for pair in zip(wanted, parts, strict=True)]
 
 
 def _finish(reading: Reading, part: Any, queries: Sequence[int] | None) -> Any:
     if queries is not None and isinstance(reading, (Weights, Scores)):
-        # of chosen rows only: the rest of the map is never made
+        # Of the chosen rows only: the other rows of the map are never made.
         return torch.cat([piece for _, _, piece in part.pieces], -2)
     return reading.finish(part)
 
@@ -65,126 +63,70 @@ def _strips(call: Call, rows: list[int]) -> Iterator[Strip]:
     batch, heads, _, source = call.sizes
     step = max(1, _STRIP // max(1, batch * heads * source))
     for start in range(0, max(len(rows), 1), step):
-        yield strip(call, rows[start : start + step])
+        yield call_strip(call, rows[start : start + step])
 
 
-def strip(
+def call_strip(
     call: Call,
     rows: Sequence[int],
     product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Strip:
-    """Weigh some rows of the call, ascending, over all of its sources."""
-    if call.scores is not None:
-        return _given(call, rows)
-    assert call.query is not None
-    assert call.key is not None
-    device, source = call.query.device, call.key.shape[2]
-    at = torch.tensor(list(rows), dtype=torch.int64, device=device)
-    columns = torch.arange(source, device=device)
-    scores = _scores(call, at, columns, product)
+    """Give some rows of the weight map, ascending, over all sources; `product` makes the scores."""
+    at = torch.tensor(list(rows), dtype=torch.int64, device=call.device)
+    return _eager_strip(call, at) if isinstance(call, EagerCall) else _strip(call, at, product)
+
+
+def _strip(call: FusedCall, at: Tensor, product: Any) -> Strip:
+    scores = _scores(call, at, product)
     logits = scores
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).reshape(-1, 1, 1)
         logits = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
     lse = torch.logsumexp(logits, -1)
-    return Strip.of(scores, lse=lse, queries=at, query=call.sizes[2], source=source)
+    sizes = call.sizes
+    return Strip.of(scores, lse=lse, queries=at, query=sizes.query, source=sizes.source)
 
 
-def _scores(call: Call, at: Tensor, columns: Tensor, product: Any) -> Tensor:
-    assert call.query is not None
-    assert call.key is not None
-    problem = call.problem
-    batch, heads, _, width = call.query.shape
-    shared = call.key.shape[1]
-    query = call.query[:, :, at].to(problem.dtype).reshape(batch, shared, -1, width)
+def _scores(call: FusedCall, at: Tensor, product: Any) -> Tensor:
+    problem, sizes, width = call.problem, call.sizes, call.query.shape[-1]
+    query = call.query[:, :, at].to(problem.dtype)
+    query = query.reshape(sizes.batch, call.source_heads, -1, width)
     scores = product(query, call.key.to(problem.dtype).mT)
-    scores = scores.reshape(batch, heads, len(at), len(columns)) * problem.scale
+    scores = scores.reshape(sizes.batch, sizes.head, len(at), sizes.source) * problem.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
         rows = call.bias if call.bias.shape[-2] == 1 else call.bias[..., at, :]
         scores = scores + rows.to(problem.dtype)
     if call.mask is not None:
-        edges = call.mask.tile(at, columns, call.sizes)
+        edges = call.mask.tile(at, torch.arange(sizes.source, device=call.device), sizes)
         scores = scores.masked_fill(~edges, -math.inf)
     return scores
 
 
-def _given(call: Call, rows: Sequence[int]) -> Strip:
-    """Take rows of a weight map that the model made itself."""
-    assert call.scores is not None
-    assert call.weights is not None
-    assert call.lse is not None
-    at = torch.tensor(list(rows), dtype=torch.int64, device=call.scores.device)
+def _eager_strip(call: EagerCall, at: Tensor) -> Strip:
+    """Take rows of the weight map that the model itself made."""
     raw = call.scores[:, :, at]
     scores = raw.double() if raw.dtype == torch.float64 else raw.float()
     weights = call.weights[:, :, at].to(scores.dtype)
-    scores = scores.masked_fill(~allowed(raw), -math.inf)
+    scores = scores.masked_fill(~unmasked(raw), -math.inf)
     columns = torch.arange(scores.shape[-1], device=scores.device)
     lse = call.lse[:, :, at]
-    return Strip(scores, weights, lse, at, columns, call.sizes[2], call.sizes[3])
+    return Strip(scores, weights, lse, at, columns, call.sizes.query, call.sizes.source)
 
 
-def allowed(scores: Tensor) -> Tensor:
-    """Tell which scores a model has masked: -inf, or about the lowest finite number of its dtype.
+def context_difference(call: Call, context: Tensor, rows: Sequence[int]) -> float | None:
+    """Compute some rows again, and give the largest difference from the model's own context.
 
-    In a row where all are that low the finite constant masks nothing: the softmax is uniform.
+    None where dropout acts, or there is nothing to compare.
     """
-    low = torch.finfo(scores.dtype).min / 2
-    open_edges = scores > low
-    swamped = ~open_edges.any(-1, keepdim=True) & (scores > -math.inf).all(-1, keepdim=True)
-    return open_edges | swamped | scores.isnan()
-
-
-def choose_heads(call: Call, heads: Sequence[int]) -> Call:
-    """Keep some (query) heads of a call, in the order given."""
-    at = list(heads)
-    if call.scores is not None:
-        assert call.weights is not None
-        assert call.lse is not None
-        value = None if call.value is None else call.value[:, at]
-        return call.but(
-            scores=call.scores[:, at],
-            weights=call.weights[:, at],
-            lse=call.lse[:, at],
-            value=value,
-        )
-    assert call.query is not None
-    assert call.key is not None
-    assert call.value is not None
-    group = call.query.shape[1] // call.key.shape[1]
-    shared = [head // group for head in at]
-    return call.but(
-        query=call.query[:, at],
-        key=call.key[:, shared],
-        value=call.value[:, shared],
-        mask=_heads_of(call, at),
-        bias=call.bias if call.bias is None or call.bias.shape[1] == 1 else call.bias[:, at],
-        sinks=None if call.sinks is None else call.sinks[at],
-    )
-
-
-def _heads_of(call: Call, at: list[int]) -> Any:
-    if call.mask is None:
+    if call.dropout or not rows or not context.numel():
         return None
-    if call.mask.own.head in (None, 1):
-        return call.mask
-    sizes, device = call.sizes, call.query.device if call.query is not None else None
-    dense = call.mask.dense(
-        sizes.query, sizes.source, batch=sizes.batch, head=sizes.head, device=device
-    )
-    return masks.dense(dense[:, at])
-
-
-def difference(call: Call, context: Tensor, rows: Sequence[int]) -> float | None:
-    """Recompute sampled rows and give the largest difference from the model's own context."""
-    if call.dropout or call.value is None or not rows or not context.numel():
-        return None
-    piece = strip(call, rows, few_rows)
-    batch, heads, _, source = piece.weights.shape
-    value = call.value.to(piece.weights.dtype)
+    strip = call_strip(call, rows, few_rows)
+    batch, heads, _, source = strip.weights.shape
+    value = call.value.to(strip.weights.dtype)
     shared = value.shape[1]
-    weights = piece.weights.reshape(batch, shared, -1, source)
+    weights = strip.weights.reshape(batch, shared, -1, source)
     again = few_rows(weights, value).reshape(batch, heads, len(rows), -1)
     own = context[:, :, list(rows)].to(again.dtype)
     return float((again - own).abs().max())
@@ -203,20 +145,20 @@ def few_rows(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack(sums).unflatten(0, left.shape[:2])
 
 
-def tolerance(context: Tensor) -> float:
-    """How large a `difference` rounding alone can make."""
+def rounding_bound(context: Tensor) -> float:
+    """How large a `context_difference` rounding alone can make."""
     return max(1e-4, 8 * torch.finfo(context.dtype).eps) * float(context.abs().max())
 
 
-def mask_of(call: Call, known: list[tuple[Tensor, Mask]]) -> Mask | None:
+def call_mask(call: Call, known: list[tuple[Tensor, Mask]]) -> Mask | None:
     """Give the edges that the call allows; None where it allows all."""
-    if call.scores is None:
+    if isinstance(call, FusedCall):
         return call.mask
-    return shared(allowed(call.scores), known)
+    return shared_mask(unmasked(call.scores), known)
 
 
-def shared(edges: Tensor, known: list[tuple[Tensor, Mask]]) -> Mask | None:
-    """Make a mask of (batch, head, query, source) edges: a named one, or one shared by layers."""
+def shared_mask(edges: Tensor, known: list[tuple[Tensor, Mask]]) -> Mask | None:
+    """Make a mask of (batch, head, query, source) edges: causal, or one that layers share."""
     if bool(edges.all()):
         return None
     for axis in (0, 1):

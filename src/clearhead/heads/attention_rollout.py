@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clearhead._capture import Call, Handler, attach, call_with, recompute
+from clearhead._capture import Call, Handler, attached, call_strip, call_with
 from clearhead._core import value_error
 
 __all__ = ["Rollout", "rollout"]
@@ -92,7 +92,7 @@ class _Keeper(Handler):
 
 def _calls(model: nn.Module, inputs: Any) -> list[Call]:
     keeper = _Keeper()
-    with attach.attached(model, keeper):
+    with attached(model, keeper):
         call_with(functools.partial(model, **_uncached(model)), inputs)
     if not keeper.calls:
         raise RuntimeError("rollout: no attention call of the model was seen")
@@ -122,7 +122,7 @@ def _step(call: Call, rows: Tensor, residual: float, heads: str) -> Tensor:
     mix: Callable[..., Tensor] = torch.mean if heads == "mean" else torch.amax
     for start in range(0, position, step):
         at = torch.arange(start, min(start + step, position))
-        weights = recompute.strip(call, at.tolist()).weights
+        weights = call_strip(call, at.tolist()).weights
         mixed = mix(weights, dim=1).to(rows) * (1 - residual)
         mixed[:, torch.arange(len(at)), at] += residual
         total = mixed.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What is done to the output of a head: zero, a mean, that of another place, or a gate."""
+"""What replaces the output of a head: zero, a mean, or the output of another position."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._capture import Call, Handler, attach, call_with
+from clearhead._capture import Call, Handler, attached, call_with
 from clearhead._core import value_error
-from clearhead.intervention.choosing import Chosen
-from clearhead.intervention.cutter import Cut, Place
+from clearhead.intervention.cuts import Cut, Offsets
+from clearhead.intervention.selection import HeadSelection
 
-__all__ = ["HOW", "Ablated", "Gates", "contexts"]
+__all__ = ["HOW", "Ablation", "contexts"]
 
 HOW = ("zero", "mean", "resample")
 Contexts = dict[int, list[Tensor]]
 
 
-class Ablated(Cut):
-    """The output of a head, replaced."""
+class Ablation(Cut):
+    """Replaces the outputs of heads."""
 
     def __init__(
         self,
         how: str,
         reference: Contexts | None,
         seed: int,
-        chosen: Chosen,
+        selection: HeadSelection,
         samples: slice = slice(None),
     ) -> None:
-        super().__init__(chosen, samples)
+        super().__init__(selection, samples)
         self.how, self.reference, self.seed = how, reference, seed
 
-    def context(self, context: Tensor, call: Call, heads: list[int], place: Place) -> Tensor:
-        """Answer the output of nothing, of the mean position, or of a position drawn at random."""
+    def context(self, context: Tensor, call: Call, heads: list[int], offsets: Offsets) -> Tensor:
+        """Return zeros, the mean over positions, or the output of positions drawn at random."""
         if self.how == "zero":
             return torch.zeros_like(context)
-        others = self._others(context, call, heads, place)
+        others = self._others(context, call, heads, offsets)
         if self.how == "mean":
             return others.mean(2, keepdim=True).expand_as(context)
         return self._drawn(others, context, call)
 
-    def _others(self, context: Tensor, call: Call, heads: list[int], place: Place) -> Tensor:
-        """Give outputs to replace from, (batch or 1, head, any, value_dim)."""
+    def _others(self, context: Tensor, call: Call, heads: list[int], offsets: Offsets) -> Tensor:
+        """Give the outputs to draw from, (batch or 1, head, any, value_dim)."""
         if self.reference is None:
-            if place.query > 0:
+            if offsets.query > 0:
                 raise value_error(
                     "reference",
                     f"is needed for how={self.how!r} under a cache: a step has few positions",
-                    hint="give inputs of the model, whose run is taken the outputs from",
+                    hint="give inputs of the model; the outputs of a run on them are taken",
                 )
             return context
         runs = self.reference.get(call.layer)
@@ -65,20 +65,6 @@ class Ablated(Cut):
         return others.expand(batch, -1, -1, -1).gather(2, at)
 
 
-class Gates(Cut):
-    """A factor of one on each head's output of each sample, to take the gradient of."""
-
-    def __init__(self, chosen: Chosen) -> None:
-        super().__init__(chosen)
-        self.gates: list[tuple[int, list[int], Tensor]] = []
-
-    def context(self, context: Tensor, call: Call, heads: list[int], place: Place) -> Tensor:
-        """Multiply by the gates, which changes no bit."""
-        gate = context.new_ones(*context.shape[:2], 1, 1, requires_grad=True)
-        self.gates.append((call.layer, heads, gate))
-        return context * gate
-
-
 class _Collector(Handler):
     """Keeps every context that a run makes."""
 
@@ -93,6 +79,6 @@ class _Collector(Handler):
 def contexts(model: Any, inputs: Any) -> Contexts:
     """Run the model once, and give the contexts of each layer in the order of its calls."""
     collector = _Collector()
-    with attach.attached(model, collector), torch.no_grad():
+    with attached(model, collector), torch.no_grad():
         call_with(model, inputs)
     return collector.found

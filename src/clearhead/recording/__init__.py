@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from clearhead.recording.watching import Record, Seen, estimate, load, watch
+from clearhead.recording.records import Record, Seen, load
+from clearhead.recording.watching import estimate, watch
 
 __all__ = ["Record", "Seen", "estimate", "load", "watch"]

@@ -1,4 +1,4 @@
-"""What watching will cost, before it is done."""
+"""What watching costs, estimated before it is done."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from clearhead import readings
-from clearhead._capture import Call, Handler, call_with, recompute
+from clearhead._capture import Call, FusedCall, Handler, call_with, read_call
+from clearhead._core import Sizes
 from clearhead.readings import Reading
 
-__all__ = ["Cost", "Sizes", "run_once", "seconds", "value_bytes"]
+__all__ = ["CallSizes", "Cost", "run_once", "seconds", "value_bytes"]
 
 _PROBE = 256
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What watching a call of the model would take, beside the model's own run.
+    """What watching one call of the model takes, beside the model's own run.
 
-    `bytes` are those of all values together, which stay; `seconds` are wall-clock time at the
-    current number of threads, measured on a small piece and scaled by the number of edges.
+    `bytes` are those of all values, which are kept; `seconds` are wall-clock time at the current
+    number of threads, measured on a small map and scaled by the number of edges.
     """
 
     calls: int
@@ -41,25 +42,23 @@ class Cost:
         )
 
 
-class Sizes(Handler):
-    """Notes the sizes of the calls, and computes nothing."""
+class CallSizes(Handler):
+    """Records the layer and the sizes of each call, and computes nothing."""
 
-    values = False
+    reads_values = False
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[tuple[int, Sizes]] = []
 
     def after(self, call: Call, context: Tensor) -> None:
-        """Keep where the call is, and its sizes."""
-        batch, heads, query, source = call.sizes
-        shape = torch.empty(batch, heads, query, source, device="meta")
-        self.calls.append(Call(None, None, None, scores=shape, layer=call.layer, call=call.call))
+        """Keep the layer and the sizes of a call."""
+        self.calls.append((call.layer, call.sizes))
 
 
 def run_once(
     model: Callable[..., Any], inputs: Any, watched: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """Run the model on shapes alone where it can; else once in earnest, watched afresh."""
+    """Run the model on shapes alone where it can, else on the inputs themselves."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with torch.no_grad():
@@ -67,7 +66,7 @@ def run_once(
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, watched():
                 call_with(model, pytree.tree_map_only(Tensor, mode.from_tensor, inputs))
         except Exception:
-            # Some models look at values on their way; they can only be run.
+            # Some models read values on their way, which shapes alone do not have.
             with watched():
                 call_with(model, inputs)
 
@@ -75,28 +74,26 @@ def run_once(
 def seconds(read: Sequence[Reading], edges: int, heads: int) -> float:
     """Time the readings on a small map, and scale by the number of edges."""
     x = torch.randn(1, heads, _PROBE, 64, generator=torch.Generator().manual_seed(0))
-    call = Call(x, x, x)
+    call = FusedCall(x, x, x)
     probe = [reading for reading in read if _general(reading)]
-    recompute.read(call, probe, None)
+    read_call(call, probe, None)
     begun = time.perf_counter()
-    recompute.read(call, probe, None)
+    read_call(call, probe, None)
     return (time.perf_counter() - begun) * edges / (heads * _PROBE * _PROBE)
 
 
 def _general(reading: Reading) -> bool:
     """Whether a reading can be taken from a map of any size."""
     try:
-        from clearhead._core import Sizes as MapSizes
-
-        reading.check(MapSizes(1, 1, _PROBE, _PROBE))
+        reading.check(Sizes(1, 1, _PROBE, _PROBE))
     except ValueError:
         return False
     return True
 
 
-def value_bytes(reading: Reading, call: Call, itemsize: int = 4) -> int:
+def value_bytes(reading: Reading, sizes: Sizes, itemsize: int = 4) -> int:
     """How many bytes the value of a reading takes for one call."""
-    batch, heads, query, source = call.sizes
+    batch, heads, query, source = sizes
     lead = batch * heads
     if isinstance(reading, (readings.Weights, readings.Scores)):
         return lead * query * source * itemsize

@@ -1,9 +1,9 @@
-"""The value of a record until somebody looks: packed, in a mapping of its own.
+"""The value of a record until it is first read: packed, in a memory mapping of its own.
 
-A record is made between large tensors that come and go. Tensors that stayed there would pin the
-heap of the C library, down to the few bytes of their headers: it cannot shrink past what is in
-use, and the gaps between do not fit the next large tensor. So what waits is no tensor and not on
-the heap; ordinary tensors are made of it once they are asked for.
+A record is made between large tensors that come and go. Tensors kept there would pin the heap of
+the C library, down to the few bytes of their headers: it cannot shrink past what is in use, and
+the gaps between do not fit the next large tensor. So a packed value is no tensor and is not on the
+heap; ordinary tensors are made of it when it is first read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Kept", "keep"]
+__all__ = ["Packed", "pack"]
 
 # Fewer bytes are not worth the pages; glibc maps as large a tensor by itself.
 _LEAST, _MOST = 1 << 16, 1 << 25
@@ -24,13 +24,13 @@ _LEAST, _MOST = 1 << 16, 1 << 25
 _ALIGNED = 64
 # Private: a process forked from this one has pages of its own.
 _FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-# Most of what is kept are positions, which the readings give in int64, with -1 for none.
+# Most of what is packed are positions, which the readings give in int64, with -1 for none.
 _NARROW = torch.uint8, torch.int16, torch.int32
 _lock = threading.Lock()
 
 
-class _Place(NamedTuple):
-    """Where the numbers of a tensor are, and what they were."""
+class _Slot(NamedTuple):
+    """Where the numbers of a tensor are in the block, and their shape and dtypes."""
 
     start: int
     shape: torch.Size
@@ -43,10 +43,10 @@ class _Place(NamedTuple):
         return flat.view(self.shape)
 
 
-class Kept:
-    """A value that waits: call it, and it is there, the same one each time.
+class Packed:
+    """A packed value: a call unpacks it, and gives the same object each time.
 
-    `nbytes` is what it takes in memory while it waits, beside tensors that were left as they were.
+    `nbytes` is what it takes in memory while packed, beside tensors that were left as they were.
     """
 
     def __init__(self, block: mmap.mmap, leaves: list[Any], spec: Any) -> None:
@@ -64,16 +64,16 @@ class Kept:
         return self._value
 
     def _unpacked(self, block: mmap.mmap) -> Any:
-        # The first to look may do so in inference mode; the tensors are for all who look.
+        # The first reader may be in inference mode; the tensors are for all readers.
         with torch.inference_mode(False), torch._C.DisableTorchFunction(), torch.no_grad():
             leaves = [
-                x.numbers(block).to(x.dtype, copy=True) if isinstance(x, _Place) else x
+                x.numbers(block).to(x.dtype, copy=True) if isinstance(x, _Slot) else x
                 for x in self._leaves
             ]
         return pytree.tree_unflatten(leaves, self._spec)
 
     def __reduce__(self) -> Any:
-        # what is copied, pickled or sent is the value
+        # What is copied, pickled or sent is the value.
         return _same, (self(),)
 
 
@@ -81,25 +81,25 @@ def _same(value: Any) -> Any:
     return value
 
 
-def keep(value: Any) -> Any:
-    """Give a value (a tensor, or tuples of them) as it is, or `Kept` where that saves memory.
+def pack(value: Any) -> Any:
+    """Give a value (a tensor, or tuples of them) as it is, or `Packed` where that saves memory.
 
     Tensors on other devices and very large ones stay as they are.
     """
     leaves, spec = pytree.tree_flatten(value)
     if sum(x.nbytes for x in leaves if _movable(x)) < _LEAST:
         return value
-    size, waiting, pairs = 0, list(leaves), []
+    size, packed, pairs = 0, list(leaves), []
     for at, x in enumerate(leaves):
         if _movable(x):
-            place = _Place(size, x.shape, _narrow(x), x.dtype)
-            size += -(-x.numel() * place.packed.itemsize // _ALIGNED) * _ALIGNED
-            waiting[at] = place
-            pairs.append((place, x))
+            slot = _Slot(size, x.shape, _narrow(x), x.dtype)
+            size += -(-x.numel() * slot.packed.itemsize // _ALIGNED) * _ALIGNED
+            packed[at] = slot
+            pairs.append((slot, x))
     block = mmap.mmap(-1, size, **_FLAGS)
-    for place, x in pairs:
-        place.numbers(block).copy_(x)
-    return Kept(block, waiting, spec)
+    for slot, x in pairs:
+        slot.numbers(block).copy_(x)
+    return Packed(block, packed, spec)
 
 
 def _movable(x: Any) -> bool:

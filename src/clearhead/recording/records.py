@@ -1,4 +1,4 @@
-"""What watching hands out: records, and the sequence of them, on disk too."""
+"""What watching gives: records and the sequence of them, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class Record:
     `value` mirrors `read` as `attend` does; its tensors have batch and head axes. `layer` counts
     the attention modules in order of first call, `call` the calls of this one. `mask` is None where
     every query may attend to every source. `check` is the largest difference of sampled rows,
-    computed again, from the model's own output (None where dropout or a missing value forbids it).
+    recomputed, from the model's own output (None under dropout, and where heads are cut).
 
-    Until `value` is asked for it waits in fewer bytes than its tensors take: what was watched and
-    is not looked at costs little.
+    Until it is first read, `value` is packed in fewer bytes than its tensors take.
     """
 
     value: Any
@@ -51,7 +50,7 @@ class Record:
         return (
             f"layer {self.layer} call {self.call} {self.kind} {module}: "
             f"{batch} x {heads} heads, {query} queries, {source} sources, "
-            f"by {self.how.removeprefix('by ')}"
+            + (self.how if self.how == "handwritten" else f"by {self.how}")
         )
 
     @property
@@ -77,19 +76,19 @@ class Record:
 
 
 class _Value:
-    """The field `value` of a record: what waits packed is made when it is first asked for."""
+    """The field `value` of a record: a packed value is unpacked when it is first read."""
 
     def __get__(self, record: Any, owner: Any) -> Any:
         if record is None:
             raise AttributeError("value")
         value = record.__dict__["value"]
-        return value() if isinstance(value, packed.Kept) else value
+        return value() if isinstance(value, packed.Packed) else value
 
     def __set__(self, record: Any, value: Any) -> None:
         record.__dict__["value"] = value
 
 
-# Set here, because a descriptor inside of the class would be taken for a default.
+# Set here, because a descriptor inside the class would be taken for a default.
 Record.value = _Value()
 
 

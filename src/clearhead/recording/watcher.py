@@ -1,8 +1,9 @@
-"""From the calls that are seen to records: at once, or at the end of a generation."""
+"""The handler that turns captured calls into records: at once, or at the end of a generation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,14 +11,18 @@ from torch import Tensor
 
 from clearhead._capture import (
     Call,
+    FusedCall,
     Handler,
     Interceptor,
     Loop,
     Modules,
-    joined,
+    active_handlers,
+    call_mask,
+    context_difference,
     nothing_seen,
-    recompute,
-    two_sided,
+    prompt_length,
+    read_call,
+    rounding_bound,
 )
 from clearhead._core import numbers, type_error, value_error
 from clearhead.attention import impl
@@ -25,12 +30,60 @@ from clearhead.masks import Mask
 from clearhead.readings import Reading
 from clearhead.recording import packed
 from clearhead.recording.records import Record, Seen
-from clearhead.recording.stitch import Stitcher, join
+from clearhead.recording.stitch import Stitcher, stitched
 
-__all__ = ["Watcher"]
+__all__ = ["Request", "Watcher"]
 
 # Rows of each call that are computed again, to compare with the model's own output.
 _SAMPLED = 4
+
+Numbers = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is read, and of which layers, heads, queries and calls; None is all."""
+
+    read: tuple[Reading, ...]
+    single: bool  # whether one reading was given, and not a sequence of them
+    layers: Numbers
+    heads: Numbers
+    queries: Numbers
+    calls: Numbers
+
+    @classmethod
+    def of(cls, read: Reading | Sequence[Reading], **chosen: Any) -> Request:
+        """Check the arguments of `watch`."""
+        single = isinstance(read, Reading)
+        wanted = (read,) if isinstance(read, Reading) else tuple(read)
+        for reading in wanted:
+            if not isinstance(reading, Reading):
+                raise type_error("read", "takes readings", got=type(reading).__name__)
+        return cls(wanted, single, **{name: numbers(name, value) for name, value in chosen.items()})
+
+    @property
+    def waits(self) -> bool:
+        """Whether records wait until the number of layers is known."""
+        return self.layers is not None and min(self.layers) < 0
+
+    def holds_call(self, call: Call) -> bool:
+        """Whether the number of a call of its module was asked for."""
+        return self.calls is None or call.call in self.calls
+
+    def holds_layer(self, layer: int) -> bool:
+        """Whether a layer was asked for, or may turn out to be one counted from the end."""
+        return self.layers is None or layer in self.layers or self.waits
+
+    def layers_of(self, total: int) -> set[int]:
+        """Give the layers that were asked for, counted from 0."""
+        every = range(total)
+        wanted = every if self.layers is None else self.layers
+        return {layer % total for layer in wanted if -total <= layer < total}
+
+    def heads_of(self, total: int) -> list[int]:
+        """Give the heads that were asked for, as far as a call has them."""
+        wanted = range(total) if self.heads is None else self.heads
+        return [head for head in wanted if -total <= head < total]
 
 
 class Watcher(Handler):
@@ -39,31 +92,20 @@ class Watcher(Handler):
     def __init__(
         self,
         model: Any,
-        read: Reading | Sequence[Reading],
-        layers: Any,
-        heads: Any,
-        queries: Any,
-        calls: Any,
+        request: Request,
         through: bool,
         on_call: Callable[[Record], None] | None,
     ) -> None:
         self.model = model
-        self.seer: Interceptor
-        self.inside = joined.running(model) is not None
-        self.single = isinstance(read, Reading)
-        self.read = (read,) if isinstance(read, Reading) else tuple(read)
-        for reading in self.read:
-            if not isinstance(reading, Reading):
-                raise type_error("read", "takes readings", got=type(reading).__name__)
-        self.layers, self.heads = numbers("layers", layers), numbers("heads", heads)
-        self.queries, self.calls = numbers("queries", queries), numbers("calls", calls)
+        self.modules: Modules
+        self.request = request
         self.through = through
         self.on_call = on_call
         self.seen = Seen()
         self.known: dict[int, str] = {}
         self.head_counts: dict[int, int] = {}
         self.call_counts: dict[int, int] = {}
-        self.count = 0
+        self._outer = active_handlers(model)
         self._made: list[Any] | None = None
         self._run: Stitcher | None = None
         self._looping = self._drafts = False
@@ -77,10 +119,11 @@ class Watcher(Handler):
         self._made = None
         if not self.through or call.dropout or self._drafts or not self._wanted(call):
             return None
-        if joined.running(self.model):
+        if not isinstance(call, FusedCall) or any(x.edits for x in active_handlers(self.model)):
             return None
-        late = self._run is not None or self._waits or self.heads or self.queries
-        problem, read = call.problem, () if late else self.read
+        request = self.request
+        late = self._run is not None or request.waits or request.heads or request.queries
+        problem, read = call.problem, () if late else request.read
         context, made = impl.choose(problem, read, None).attend(problem, read)
         self._made = None if late else made
         return context
@@ -90,66 +133,65 @@ class Watcher(Handler):
         if self._drafts:
             return
         self.known[call.layer] = call.module
-        self.head_counts[call.layer] = call.sizes[1]
-        self.count += 1
+        self.head_counts[call.layer] = call.sizes.head
         if self._run is None:
-            self._times(call)
+            self._count(call)
         if not self._wanted(call):
             return
-        with torch.no_grad(), _full_precision(context):
-            call, cut = self._left(call)
-            check = None if cut else recompute.difference(call, context, _sample(call.sizes[2]))
-            if call.dropout:
-                self.note("dropout was on: readings are of the weights before it, without a check")
-            elif check is not None and not check <= recompute.tolerance(context):
-                self.note(
-                    f"{call.module or 'the model'}: its output differs by {check:.2g} from what "
-                    "the weights seen would make"
-                )
+        with torch.no_grad(), torch.autocast(context.device.type, enabled=False):
+            call, edited = self._remaining(call)
+            check = self._check(call, context, edited)
             if self._run is not None:
-                self._run.add(call, check, self.seer.modules.runs(self._run.module))
-            elif self._waits:
+                self._run.add(call, check, self.modules.runs(self._run.module))
+            elif self.request.waits:
                 self._held.append((call, check))
                 self._drop_held()
             else:
                 self._keep(call, check)
 
-    def _left(self, call: Call) -> tuple[Call, bool]:
-        """Take off the call what `knockout` cuts in it, and say whether anything is cut."""
-        cutter = joined.running(self.model)
-        if cutter is None:
-            return call, False
-        left, cut = cutter.left(call, over=self.inside)
-        if cut:
-            self.note("heads are cut: readings are without the edges cut before the softmax")
-        return left, cut
+    def _remaining(self, call: Call) -> tuple[Call, bool]:
+        """Give a call as other handlers leave it, and whether any of them edits it."""
+        edited = False
+        for handler in active_handlers(self.model):
+            left = handler.remaining(call, edited=handler in self._outer)
+            if left is not None:
+                call, edited = left, True
+                self.note("heads are cut: readings are without the edges cut before the softmax")
+        return call, edited
 
-    @property
-    def _waits(self) -> bool:
-        """Whether records wait for the number of layers."""
-        return self.layers is not None and min(self.layers) < 0
+    def _check(self, call: Call, context: Tensor, edited: bool) -> float | None:
+        """Compare sampled rows, computed again, with the context of the model."""
+        if call.dropout:
+            self.note("dropout was on: readings are of the weights before it, without a check")
+        if edited:
+            return None
+        check = context_difference(call, context, _sample(call.sizes.query))
+        if check is not None and not check <= rounding_bound(context):
+            self.note(
+                f"{call.module or 'the model'}: its output differs by {check:.2g} from what "
+                "the weights seen would make"
+            )
+        return check
 
-    def _times(self, call: Call) -> None:
+    def _count(self, call: Call) -> None:
         self.call_counts[call.layer] = max(self.call_counts.get(call.layer, 0), call.call + 1)
 
     def _wanted(self, call: Call) -> bool:
-        """Whether a record may be made of this call."""
-        if self._run is None and self.calls is not None and call.call not in self.calls:
-            return False
-        return self.layers is None or call.layer in self.layers or self._waits
+        """Whether a record may be made of this call; of a generation, calls count once stitched."""
+        asked = self._run is not None or self.request.holds_call(call)
+        return asked and self.request.holds_layer(call.layer)
 
     def _drop_held(self) -> None:
         """Of layers counted from the end, hold only as many as may still be the last."""
-        assert self.layers is not None
+        layers = self.request.layers or ()
         recent = list(dict.fromkeys(call.layer for call, _ in reversed(self._held)))
-        may = {*recent[: -min(self.layers)], *self.layers}
+        may = {*recent[: -min(layers)], *layers}
         self._held = [pair for pair in self._held if pair[0].layer in may]
 
     def _forward_over(self) -> None:
         """Make the records that had to wait for the number of layers."""
         held, self._held = self._held, []
-        total = len(self.known)
-        wanted = {layer % total for layer in self.layers or () if -total <= layer < total}
+        wanted = self.request.layers_of(len(self.known))
         with torch.no_grad():
             for call, check in held:
                 if call.layer in wanted:
@@ -159,11 +201,11 @@ class Watcher(Handler):
         """Collect the steps of one `generate()`, and record each layer once at its end."""
         if self._run is not None:
             return self._drafted(run, args, kwargs) if self._looping else run(*args, **kwargs)
-        self._run = Stitcher(self._prompt(args, kwargs))
+        self._run = Stitcher(prompt_length(self.model, args, kwargs))
         try:
             made = run(*args, **kwargs)
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._stitched(self._run)
+                self._record_generation(self._run)
             return made
         finally:
             self._run, self._looping = None, False
@@ -179,59 +221,80 @@ class Watcher(Handler):
 
     @property
     def _steps(self) -> Stitcher | None:
-        """The generation that hears of steps now: none while the model drafts for itself."""
+        """The generation that follows the steps now: none while the model drafts for itself."""
         return None if self._drafts else self._run
 
-    def loop_begins(self, loop: Loop) -> None:
+    def loop_starts(self, loop: Loop) -> None:
         """Start new sequences of a generation."""
         if (run := self._steps) is not None:
             self._looping = True
-            run.loop_begins(loop)
+            run.loop_starts(loop)
 
     def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
-        """Learn which sequences came out of a generation."""
+        """Record which sequences a generation returned."""
         if (run := self._steps) is not None:
             self._looping = False
             run.loop_ends(sequences, rows)
 
-    def begins(self, name: str) -> None:
-        """Let a generation know that a step may begin."""
+    def module_starts(self, name: str) -> None:
+        """Notify a generation, where a step may start."""
         if (run := self._steps) is not None:
-            run.begins(name)
+            run.module_starts(name)
 
-    def ends(self, name: str, count: int | None) -> None:
-        """Let a generation know of a step's end; make the records that wait for the model's."""
+    def module_ends(self, name: str, positions: int | None) -> None:
+        """Notify a generation; after the outermost module make the records that waited."""
         if (run := self._steps) is not None:
-            run.ends(name, count)
-        if self.seer.modules.over:
+            run.module_ends(name, positions)
+        if self.modules.over:
             self._forward_over()
 
-    def _prompt(self, args: Any, kwargs: Any) -> int | None:
-        """Find how many positions the prompt of `generate()` has, where they are the decoder's."""
-        if two_sided(self.model):
-            given = [kwargs.get("decoder_input_ids")]
-        else:
-            given = [kwargs.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
-            given += args[:1]
-        sizes = [x.shape[1] for x in given if isinstance(x, Tensor) and x.ndim in (2, 3)]
-        return sizes[0] if sizes else None
-
-    def _stitched(self, run: Stitcher) -> None:
-        total = len(self.known)
-        wanted = None if self.layers is None else {layer % total for layer in self.layers}
+    def _record_generation(self, run: Stitcher) -> None:
+        wanted = self.request.layers_of(len(self.known))
         for module in sorted(run.broken):
             self.note(f"{module}: the cache did not go on from the last step; rows may be mixed up")
         for track in run.tracks.values():
-            if not track.pieces:
+            if not track.steps:
                 continue
-            call = join(track, self._masks)
+            call = stitched(track, self._masks)
             number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
-            self._times(call.but(call=number))
-            if wanted is None or call.layer in wanted:
-                self._keep(call.but(call=number), track.check, run.prompt(track))
+            call = replace(call, call=number)
+            self._count(call)
+            if call.layer in wanted:
+                self._keep(call, track.check, run.prompt(track))
 
-    def _name(self, layer: int) -> str:
-        return f"{layer} ({self.known[layer]})" if self.known[layer] else str(layer)
+    def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
+        """Read a call, and keep its record or hand it to `on_call`."""
+        chosen = self.request.heads_of(call.sizes.head)
+        if not chosen or not self.request.holds_call(call):
+            return
+        part = call if self.request.heads is None else call.with_heads(chosen)
+        values, self._made = self._made, None
+        if values is None:
+            values = read_call(part, self.request.read, self.request.queries)
+        value = _detached(values[0] if self.request.single else tuple(values))
+        if self.on_call is not None:
+            self.on_call(self._record(call, value, check, prompt))
+        else:
+            self.seen._records.append(self._record(call, packed.pack(value), check, prompt))
+
+    def _record(self, call: Call, value: Any, check: float | None, prompt: int | None) -> Record:
+        total = call.sizes.head
+        return Record(
+            value=value,
+            layer=call.layer,
+            module=call.module,
+            call=call.call,
+            kind=call.kind,
+            mask=call_mask(call, self._masks),
+            scale=call.score_scale,
+            check=check,
+            how=call.how,
+            heads=tuple(head % total for head in self.request.heads_of(total)),
+            queries=self.request.queries,
+            sizes=call.sizes,
+            prompt=prompt,
+            source_heads=call.source_heads,
+        )
 
     def unseen(self, module: str, reason: str) -> None:
         """Note an attention that cannot be seen."""
@@ -239,53 +302,30 @@ class Watcher(Handler):
         self.note(f"{module or 'the model'}: not seen, {reason}")
 
     def note(self, text: str) -> None:
-        """Say something once."""
+        """Add a note, once."""
         if text not in self.seen.notes:
             self.seen.notes.append(text)
 
-    def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
-        if self.calls is not None and call.call not in self.calls:
-            return
-        total = call.sizes[1]
-        chosen = tuple(range(total)) if self.heads is None else self.heads
-        chosen = tuple(head for head in chosen if -total <= head < total)
-        if not chosen:
-            return
-        part = call if self.heads is None else recompute.choose_heads(call, chosen)
-        values, self._made = self._made, None
-        values = recompute.read(part, self.read, self.queries) if values is None else values
-        value = _detached(values[0] if self.single else tuple(values))
-        if self.on_call is None:
-            value = packed.keep(value)
-        record = Record(
-            value=value,
-            layer=call.layer,
-            module=call.module,
-            call=call.call,
-            kind=call.kind,
-            mask=recompute.mask_of(call, self._masks),
-            scale=call.scale if call.query is None else call.problem.scale,
-            check=check,
-            how=call.how,
-            heads=tuple(head % total for head in chosen),
-            queries=self.queries,
-            sizes=call.sizes,
-            prompt=prompt,
-            source_heads=None if call.key is None else call.key.shape[1],
-        )
-        if self.on_call is None:
-            self.seen._records.append(record)
-        else:
-            self.on_call(record)
+    def finish(self, interceptor: Interceptor) -> None:
+        """Note what was missed; raise where nothing was seen, or nothing of what was asked for."""
+        self._note_missed(interceptor)
+        if not self.known:
+            raise RuntimeError(nothing_seen(interceptor.modules, self.seen.notes))
+        total = len(self.known)
+        layers = [f"{n} ({name})" if name else str(n) for n, name in self.known.items()]
+        _check_seen("layers", self.request.layers, range(-total, total), ", ".join(layers))
+        most = max(self.head_counts.values())
+        _check_seen("heads", self.request.heads, range(-most, most), f"0..{most - 1}")
+        times = max(self.call_counts.values(), default=0)
+        _check_seen("calls", self.request.calls, range(times), f"0..{times - 1}")
 
-    def finish(self, modules: Modules, seer: Interceptor) -> None:
-        """Say what was missed; raise where nothing was seen, or nothing of what was asked for."""
+    def _note_missed(self, interceptor: Interceptor) -> None:
+        modules, seen = interceptor.modules, set(self.known.values())
         if modules.fast:
             self.note("torch's encoder fast path hides its calls: it is off inside the block")
-        seen = set(self.known.values())
         for module in sorted(modules.scripted):
             self.unseen(module, "it is TorchScript")
-        for module in sorted(set(seer.pending.values()) - seen):
+        for module in sorted(interceptor.handwritten.unmet - seen):
             self.unseen(module, "its softmax of a product never met a value")
         for module in modules.in_threads():
             self.unseen(module, "it ran in another thread than the one that watches")
@@ -293,26 +333,13 @@ class Watcher(Handler):
             self.unseen(module, "it made no call that attention is known by")
         for module, of in modules.recurrent(seen | self._unseen):
             self.unseen(module, f"{of} mixes positions without attention")
-        if not self.count:
-            raise RuntimeError(nothing_seen(modules, self.seen.notes))
-        total = len(self.known)
-        _known("layers", self.layers, range(-total, total), lambda n: self._name(n % total))
-        most = max(self.head_counts.values())
-        _known("heads", self.heads, range(-most, most), lambda n: f"0..{most - 1}")
-        times = max(self.call_counts.values(), default=0)
-        _known("calls", self.calls, range(times), lambda n: f"0..{times - 1}")
 
 
-def _known(name: str, wanted: Any, there: Any, say: Callable[[int], str]) -> None:
+def _check_seen(name: str, wanted: Numbers, there: range, choice: str) -> None:
     missing = [number for number in wanted or () if number not in there]
     if missing:
-        known = dict.fromkeys(say(number) for number in there)
-        raise value_error(
-            name,
-            "were not all seen in the block",
-            got=missing,
-            hint="choose among " + ", ".join(known),
-        )
+        rule, hint = "were not all seen in the block", f"choose among {choice}"
+        raise value_error(name, rule, got=missing, hint=hint)
 
 
 def _sample(total: int) -> list[int]:
@@ -327,7 +354,3 @@ def _detached(value: Any) -> Any:
         return value.detach()
     parts = [_detached(part) for part in value]
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-
-
-def _full_precision(like: Tensor) -> Any:
-    return torch.autocast(like.device.type, enabled=False)

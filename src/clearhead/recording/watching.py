@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from clearhead import readings
-from clearhead._capture import attach
+from clearhead._capture import attached, watchable
 from clearhead._core import numbers
 from clearhead.readings import Reading
 from clearhead.recording import cost
-from clearhead.recording.records import Record, Seen, load
-from clearhead.recording.watcher import Watcher
+from clearhead.recording.records import Record, Seen
+from clearhead.recording.watcher import Request, Watcher
 
-__all__ = ["Record", "Seen", "estimate", "load", "watch"]
+__all__ = ["estimate", "watch"]
 
 _TOP = readings.TopK(8)
 
@@ -29,7 +29,7 @@ def estimate(
     read: Reading | Sequence[Reading] = _TOP,
     layers: int | Sequence[int] | None = None,
 ) -> cost.Cost:
-    """Say what `watch(model, read=...)` would take for one call with these inputs.
+    """Estimate what `watch(model, read=...)` takes for one call with these inputs.
 
     >>> import torch, clearhead as ch
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -38,28 +38,28 @@ def estimate(
     80000
 
     `inputs` is a tensor, a tuple of arguments, or a dict of keywords. The model is run on shapes
-    alone where it allows that, and once in earnest where it does not.
+    alone where it allows that, and once on the inputs themselves where it does not.
     """
     wanted = (read,) if isinstance(read, Reading) else tuple(read)
-    sizes = cost.Sizes()
+    measured = cost.CallSizes()
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
-        sizes.calls.clear()
-        with attach.attached(model, sizes):
+        measured.calls.clear()
+        with attached(model, measured):
             yield
 
     cost.run_once(model, inputs, watched)
     chosen = numbers("layers", layers)
-    total = 1 + max((call.layer for call in sizes.calls), default=-1)
+    total = 1 + max((layer for layer, _ in measured.calls), default=-1)
     kept = None if chosen is None else {layer % total for layer in chosen}
-    calls = [call for call in sizes.calls if kept is None or call.layer in kept]
-    edges = sum(math.prod(call.sizes) for call in calls)
+    calls = [sizes for layer, sizes in measured.calls if kept is None or layer in kept]
+    edges = sum(math.prod(sizes) for sizes in calls)
     return cost.Cost(
         calls=len(calls),
         edges=edges,
-        bytes=sum(cost.value_bytes(reading, call) for call in calls for reading in wanted),
-        seconds=cost.seconds(wanted, edges, max((call.sizes[1] for call in calls), default=1)),
+        bytes=sum(cost.value_bytes(reading, sizes) for sizes in calls for reading in wanted),
+        seconds=cost.seconds(wanted, edges, max((sizes.head for sizes in calls), default=1)),
     )
 
 
@@ -93,20 +93,21 @@ def watch(
     - `layers`, `heads`, `queries`, `calls`: numbers to keep; nothing is computed for the others.
       `queries` may count from the end.
     - `through`: clearhead's own kernel makes context and readings in one pass: faster, and equal to
-      rounding only. Attention written by hand keeps the model's own context.
-    - `on_call`: is handed each record as it comes; records are then not kept in `seen`.
+      rounding only. Handwritten attention keeps the model's own context.
+    - `on_call`: receives each record as it is made; records are then not kept in `seen`.
 
     Calls are seen through `F.scaled_dot_product_attention`, `nn.MultiheadAttention`,
     `nn.Transformer*`, `transformers` on any backend, `flex_attention`, `clearhead.attend`, and
-    matmul, softmax, matmul written by hand. A block that saw nothing raises on leaving.
+    handwritten matmul, softmax, matmul. A block that saw nothing raises on leaving.
     """
-    inner = attach.watchable(model)
-    watcher = Watcher(inner, read, layers, heads, queries, calls, through, on_call)
-    with attach.attached(model, watcher) as seer:
-        if inner is not model or not seer.modules.eager:
+    inner = watchable(model)
+    request = Request.of(read, layers=layers, heads=heads, queries=queries, calls=calls)
+    watcher = Watcher(inner, request, through, on_call)
+    with attached(model, watcher) as interceptor:
+        if inner is not model or not interceptor.modules.eager:
             watcher.note("the model is compiled: inside the block it runs eagerly")
-        watcher.seer = seer
+        watcher.modules = interceptor.modules
         yield watcher.seen
-    watcher.finish(seer.modules, seer)
-    # A cycle would hold the records when the caller has let them go.
-    del watcher.seer
+    watcher.finish(interceptor)
+    # A cycle would hold the records after the caller has released them.
+    del watcher.modules

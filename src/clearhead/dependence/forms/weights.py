@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead._capture import SOFTMAXES, Call, Handler, Interceptor, attach
+from clearhead._capture import SOFTMAXES, Call, EagerCall, FusedCall, Handler, Interceptor, attached
 from clearhead.attention import attend
 from clearhead.dependence.subject import ModelInputs, call, modules_in
 from clearhead.readings import Weights
@@ -39,7 +39,7 @@ def inspect_weights(
         return ()
     checks = _WeightChecks(inputs, edges, depth)
     try:
-        with attach.attached(roots[0], checks, _SoftmaxInterceptor):
+        with attached(roots[0], checks, _SoftmaxInterceptor):
             call(model, inputs)
     except Exception as error:  # the weights are an extra: the proof stands without them
         return (f"the weights could not be inspected ({type(error).__name__}: {error})",)
@@ -59,10 +59,10 @@ class _SoftmaxInterceptor(Interceptor):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = next(iter(args), None) if func in SOFTMAXES else None
-        origin = self.trace.origin(given) if isinstance(given, Tensor) else None
+        origin = self.provenance.origin(given) if isinstance(given, Tensor) else None
         if origin is not None and origin.softmax is not None:
             self.handler.unseen(
-                self.running, "a second softmax, of weights that sum to one already"
+                self.sites.running, "a second softmax, of weights that sum to one already"
             )
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -83,7 +83,7 @@ class _WeightChecks(Handler):
         self.found.setdefault(reason, []).append((module, ""))
 
     def before(self, call: Call) -> Tensor | None:
-        if not self._fits(call) or call.query is None or call.key is None or call.value is None:
+        if not isinstance(call, FusedCall) or not self._fits(call):
             return None
         _, weights = attend(
             call.query, call.key, call.value, call.mask, read=Weights(), scale=call.scale,
@@ -96,11 +96,9 @@ class _WeightChecks(Handler):
         return None
 
     def after(self, call: Call, context: Tensor) -> Tensor | None:
-        if call.weights is None or call.scores is None or not self._fits(call):
+        if not isinstance(call, EagerCall) or not self._fits(call):
             return None
-        if call.key is not None or call.value is not None:
-            width = (call.value if call.key is None else call.key).shape[-1]  # type: ignore[union-attr]
-            self._scale(call, width)
+        self._scale(call, (call.value if call.key is None else call.key).shape[-1])
         self._constants(call, call.scores)
         self._edges(call, call.weights)
         return None
@@ -145,7 +143,8 @@ class _WeightChecks(Handler):
             self._polarity(call, weights)
         sums = weights.double().sum(-1)
         wrong = (sums > 0) & ((sums - 1).abs() > 0.01)
-        if call.sinks is None and bool(wrong.any()):
+        sinks = isinstance(call, FusedCall) and call.sinks is not None
+        if not sinks and bool(wrong.any()):
             self.report(
                 call, "rows do not sum to one", f" (one sums to {float(sums[wrong][0]):.3g})"
             )
