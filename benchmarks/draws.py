@@ -75,8 +75,8 @@ def sizes(draw: Draw) -> Sizes:
     query, source = draw.dice.choice(SIZES), draw.dice.choice(SIZES)
     if draw.chance(0.15, "decode"):
         query, source = draw.dice.choice((1, 1, 1, 2, 4)), draw.dice.choice((128, 131, 300, 1031))
-    elif draw.chance(0.03, "long"):
-        lead, query, source = lead and (1,) * len(lead), *draw.dice.sample((257, 300, 521), 2)
+    elif draw.chance(0.08, "long"):
+        query, source = draw.dice.sample((257, 300, 521, 700), 2)
     elif draw.chance(0.3, "square"):
         source = query
     elif draw.chance(0.04, "no positions"):
@@ -202,6 +202,7 @@ def tensors(draw: Draw, s: Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
     heads = tuple(head // share for head in s.heads)
     width, value = (draw.dice.choice(WIDTHS) for _ in range(2))
     width = draw.pick("wide", 0, 128, 257) if draw.chance(0.04, "of") else width
+    value = width if draw.chance(0.5, "one width") else value
     found = {
         "query": laid_out(draw, *s.lead, *s.heads, s.query, width, dtype=dtype),
         "key": laid_out(draw, *s.lead, *heads, s.source, width, dtype=dtype),

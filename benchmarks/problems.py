@@ -57,7 +57,8 @@ def attend(draw: Draw) -> Outputs:
     s, dtype = sizes(draw), draw.pick("in", *DTYPES)
     draw.words.append(str(s.whole))
     given, edges, wanted = tensors(draw, s, dtype), edges_of(draw, s), read(draw, s)
-    impl = draw.pick("by", None, "native", "native", "tiled", "reference")
+    others = ("tiled", "tiled") if "long" in draw.words else ("native", "reference")
+    impl = draw.pick("by", None, "native", "tiled", *others)
     if isinstance(edges, masks.Mask):
         yield "edges", edges.dense(s.query, s.source)
         yield "counts", edges.counts(s.query, s.source)
