@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import clearhead
-from clearhead.attention import impl
-from clearhead.attention.impl.native import native
-from clearhead.attention.problem import Problem
+from clearhead.attention import Problem
+from clearhead.attention.impl import IMPLEMENTATIONS, NATIVE
 
 torch.set_num_threads(1)
 
@@ -24,7 +23,7 @@ with warnings.catch_warnings():
 class Implementation:
     """`attend`, forced to one implementation; it is an error if another one ran.
 
-    The kernel may hand over numbers that are out of its range.
+    The kernel may leave numbers that are out of its range to its fallback.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,12 +33,12 @@ class Implementation:
     def attend(self, *args: Any, **kwargs: Any) -> Any:
         self.ran.clear()
         answer = clearhead.attend(*args, **kwargs, impl=self.name)
-        handed_over = ["native", "tiled"] if self.name == "native" else []
-        assert self.ran in ([self.name], handed_over), f"{self.name} was asked, {self.ran} ran"
+        fallback = ["native", "tiled"] if self.name == "native" else []
+        assert self.ran in ([self.name], fallback), f"{self.name} was forced, {self.ran} ran"
         return answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend in this implementation, or where it says that it cannot serve, in the next."""
+        """Attend in this implementation, or where it cannot serve, in the next one."""
         try:
             return self.attend(*args, **kwargs)
         except ValueError as refusal:
@@ -74,34 +73,34 @@ def built() -> list[str]:
     """The implementations that serve a plain call here: the kernel may not be compiled."""
     x = torch.ones(1, 1, 2, 3)
     plain = Problem(x, x, x, None, 1.0)
-    return [m.NAME for m in impl.IMPLEMENTATIONS if not m.unsupported_reasons(plain, ())]
+    return [each.name for each in IMPLEMENTATIONS if not each.unsupported_reasons(plain, ())]
 
 
 @pytest.fixture(params=built())
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each implementation in turn; it notes which one really ran."""
+    """Each implementation in turn; it records which one really ran."""
     chosen = Implementation(request.param)
-    for module in impl.IMPLEMENTATIONS:
-        monkeypatch.setattr(module, "attend", _noted(module, chosen.ran))
-    monkeypatch.setattr(native, "plain", _noted_where_it_answers(chosen.ran))
+    for each in IMPLEMENTATIONS:
+        monkeypatch.setattr(each, "attend", _recorded(each, chosen.ran))
+    monkeypatch.setattr(NATIVE, "plain", _recorded_where_it_answers(chosen.ran))
     return chosen
 
 
-def _noted(module: Any, ran: list[str]) -> Any:
-    original = module.attend
+def _recorded(each: Any, ran: list[str]) -> Any:
+    original = each.attend
 
     def attend(*args: Any, **kwargs: Any) -> Any:
-        ran.append(module.NAME)
+        ran.append(each.name)
         return original(*args, **kwargs)
 
     return attend
 
 
-def _noted_where_it_answers(ran: list[str]) -> Any:
-    original = native.plain
+def _recorded_where_it_answers(ran: list[str]) -> Any:
+    original = NATIVE.plain
 
     def plain(*args: Any) -> Any:
-        ran.append(native.NAME)
+        ran.append(NATIVE.name)
         answer = original(*args)
         if answer is None:
             ran.pop()

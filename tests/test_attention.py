@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead.attention import impl
-from clearhead.attention.impl.native import native
-from clearhead.attention.problem import Problem
+from clearhead.attention import Problem, available, choose
+from clearhead.attention.impl import IMPLEMENTATIONS, NATIVE
 from tests import oracle
 from tests.cases import BY_NAME, CASES, Case, naive
 
@@ -49,7 +48,7 @@ class TestValues:
         assert context.dtype == torch.float32
         allowance = oracle.budget(naive(case, given)[0], right.context, torch.float32)
         # Without a fused multiply-add every product is rounded once more.
-        unfused = implementation.name == "native" and native.state().startswith("baseline")
+        unfused = implementation.name == "native" and NATIVE.state().startswith("baseline")
         assert oracle.error(context, right.context) <= allowance * (1.5 if unfused else 1)
 
     @ALL
@@ -762,24 +761,24 @@ class TestDropout:
 class TestChoice:
     def test_the_first_that_can_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 1, 4, 3)
-        names = [module.NAME for module in impl.IMPLEMENTATIONS]
-        assert names == ["native", "tiled", "reference"] == list(impl.available())
+        names = [each.name for each in IMPLEMENTATIONS]
+        assert names == ["native", "tiled", "reference"] == list(available())
         problem = Problem(x, x, x, None, 1.0)
-        for module in impl.IMPLEMENTATIONS:
-            monkeypatch.setattr(module, "unsupported_reasons", lambda *_: [])
-            assert impl.choose(problem, (), None) is impl.IMPLEMENTATIONS[0]
-        for module, after in pairwise(impl.IMPLEMENTATIONS):
-            monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["it is Monday"])
-            assert impl.choose(problem, (), None) is after
+        for each in IMPLEMENTATIONS:
+            monkeypatch.setattr(each, "unsupported_reasons", lambda *_: [])
+            assert choose(problem, (), None) is IMPLEMENTATIONS[0]
+        for each, after in pairwise(IMPLEMENTATIONS):
+            monkeypatch.setattr(each, "unsupported_reasons", lambda *_: ["it is Monday"])
+            assert choose(problem, (), None) is after
 
     def test_refusing_gives_all_reasons(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 1, 4, 3)
-        # A call that is right at first sight asks for no reasons.
-        monkeypatch.setattr(native, "plain", lambda *_: None)
-        for module in impl.IMPLEMENTATIONS[:2]:
-            monkeypatch.setattr(module, "unsupported_reasons", lambda *_: ["one", "another"])
+        # A call that passes the fast checks asks for no reasons.
+        monkeypatch.setattr(NATIVE, "plain", lambda *_: None)
+        for each in IMPLEMENTATIONS[:2]:
+            monkeypatch.setattr(each, "unsupported_reasons", lambda *_: ["one", "another"])
             with pytest.raises(ValueError, match=r"(?s)cannot serve.*- one.*- another"):
-                ch.attend(x, x, x, impl=module.NAME)
+                ch.attend(x, x, x, impl=each.name)
         torch.testing.assert_close(ch.attend(x, x, x), ch.attend(x, x, x, impl="reference"))
 
 

@@ -10,7 +10,7 @@ import torch
 import clearhead as ch
 from clearhead import masks, readings
 from clearhead._core import errors
-from clearhead.attention import checks
+from clearhead.attention import memory
 
 Q = torch.zeros(2, 6, 5, 4)
 K = torch.zeros(2, 3, 7, 4)
@@ -235,10 +235,10 @@ class TestMemory:
             assert name in message
 
     def test_both_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "SMALL", 0)
+        monkeypatch.setattr(memory, "SMALL", 0)
         x = torch.zeros(1, 1, 64, 2)
         one = 64 * 64 * 4
-        monkeypatch.setattr(checks, "free_bytes", lambda device: one)
+        monkeypatch.setattr(memory, "free_bytes", lambda device: one)
         ch.attend(x, x, x, read=readings.Weights())
         ch.attend(x, x, x, read=(readings.TopK(2), readings.Received()))
         with pytest.raises(ValueError, match=f"{2 * one:,} bytes, with {one:,} free"):
@@ -247,10 +247,10 @@ class TestMemory:
             ch.attend(x.double(), x.double(), x.double(), read=readings.Weights())
 
     def test_the_free_memory_is_known(self) -> None:
-        free = checks.free_bytes(torch.device("cpu"))
+        free = memory.free_bytes(torch.device("cpu"))
         if free is not None:
             assert 1 << 20 < free < 1 << 50
-        assert checks.free_bytes(torch.device("meta")) is None
+        assert memory.free_bytes(torch.device("meta")) is None
 
     def test_a_container_counts_file_caches_as_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
         files = {
@@ -259,12 +259,12 @@ class TestMemory:
             "/sys/fs/cgroup/memory.current": "30000\n",
             "/sys/fs/cgroup/memory.stat": "anon 20000\ninactive_file 8000\n",
         }
-        monkeypatch.setattr(checks, "_read", lambda path: files.get(path, ""))
-        assert checks.free_bytes(torch.device("cpu")) == 28000
+        monkeypatch.setattr(memory, "_read", lambda path: files.get(path, ""))
+        assert memory.free_bytes(torch.device("cpu")) == 28000
         files["/sys/fs/cgroup/memory.max"] = "max\n"
-        assert checks.free_bytes(torch.device("cpu")) == 90 * 1024
+        assert memory.free_bytes(torch.device("cpu")) == 90 * 1024
         files.clear()
-        assert checks.free_bytes(torch.device("cpu")) is None
+        assert memory.free_bytes(torch.device("cpu")) is None
 
 
 class TestBuilder:

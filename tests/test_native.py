@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 import clearhead as ch
 from clearhead import masks, readings
 from clearhead._core.sizes import Sizes
-from clearhead.attention.impl import dropout
+from clearhead.attention.impl import NATIVE, dropout
+from clearhead.attention.impl.native import call as calls
 from clearhead.attention.impl.native import kernel as module
-from clearhead.attention.impl.native import native
 from clearhead.attention.problem import Problem
 from tests import fuzz_native, oracle
 from tests.cases import CASES, Case, naive
@@ -210,7 +210,7 @@ class TestDropout:
 
     def test_the_binding_refuses_a_hash_out_of_range(self) -> None:
         q = torch.zeros(1, 1, 2, 2)
-        call = module.Inputs(Problem(q, q, q, None, 1.0)).call(torch.empty(1, 1, 2, 2))
+        call = calls.Inputs(Problem(q, q, q, None, 1.0)).call(torch.empty(1, 1, 2, 2))
         with pytest.raises(ValueError, match="53 bits"):
             call.set_dropout(1, 2**53 + 1, 1.0)
 
@@ -248,9 +248,9 @@ class TestMasks:
         q, k, v = tensors(2, 2, 131, 8)
         mask = masks.causal() & (masks.window(9) | masks.first(3))
         assert mask.intervals(131) is None
-        monkeypatch.setattr(module, "RANGES", 1)
+        monkeypatch.setattr(calls, "RANGES", 1)
         whole = attend(q, k, v, mask, read=READ)
-        monkeypatch.setattr(module, "EDGES", 131 * 60)
+        monkeypatch.setattr(calls, "EDGES", 131 * 60)
         parts = attend(q, k, v, mask, read=READ)
         torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
         assert torch.equal(parts[0], whole[0])
@@ -262,7 +262,7 @@ class TestMasks:
         torch.testing.assert_close(attend(q, k, v, window), context, rtol=1e-6, atol=1e-6)
 
     def test_gradients_of_bytes_in_parts(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "EDGES", 131 * 60)
+        monkeypatch.setattr(calls, "EDGES", 131 * 60)
         mask = masks.causal() & (masks.window(9) | masks.first(3))
         found = []
         for impl in ("native", "reference"):
@@ -396,7 +396,7 @@ class TestChoice:
         assert all(name in done.stderr for name in ISAS)
 
     def test_state_says_what_runs(self, isa: str) -> None:
-        assert native.state().startswith(isa)
+        assert NATIVE.state().startswith(isa)
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -420,7 +420,7 @@ class TestChoice:
         torch.testing.assert_close(ch.attend(x, x, x), x)
         with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
             attend(x, x, x)
-        assert "no C++ compiler" in native.state()
+        assert "no C++ compiler" in NATIVE.state()
 
 
 def _run(isa: str, code: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,9 @@ from torch.autograd import forward_ad
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead.attention.impl.native import backward, native, overlap
+from clearhead.attention.impl import NATIVE
+from clearhead.attention.impl.native import call as calls
+from clearhead.attention.impl.native import entry, maps
 from clearhead.attention.impl.native import kernel as module
 from tests import fuzz_gradients, fuzz_native
 
@@ -73,12 +75,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is handed on to the next implementation."""
+    """No gradient comes from the fallback."""
 
     def refuse(*args: Any) -> Any:
         raise AssertionError("the kernel has this gradient itself")
 
-    monkeypatch.setattr(native, "_through_rest", refuse)
+    monkeypatch.setattr(NATIVE, "fallback_gradient", refuse)
 
 
 def given(seed: int = 0, query: int = 67, source: int = 70, **more: tuple[int, ...]) -> dict:
@@ -158,8 +160,8 @@ class TestReadings:
 
     def test_the_kernel_gives_them_once(self, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One backward of the kernel has the context's gradient and all of the readings'."""
-        ran, own = [], backward.backward
-        monkeypatch.setattr(backward, "backward", lambda *given: ran.append(1) or own(*given))
+        ran, own = [], entry.backward
+        monkeypatch.setattr(entry, "backward", lambda *given: ran.append(1) or own(*given))
         gradients("native", given(), read=(*MORE["masses"], *MORE["scores"], *MORE["overlap"]))
         assert ran == [1]
 
@@ -176,21 +178,21 @@ class TestReadings:
         torch.testing.assert_close(leaves["bias"].grad, allowed.sum(0))
 
     def test_overlap_in_parts(self, isa: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(overlap, "WEIGHTS", 1)
+        monkeypatch.setattr(maps, "WEIGHTS", 1)
         read = (readings.Overlap(), readings.Rows([3, 66, 3]), readings.Mass(HALF))
         agree(given(query=150, source=151), mask=HALF, read=read)
 
     @pytest.mark.parametrize("read", [readings.BlockMap(5), readings.Entropy(normalized=True)])
-    def test_what_the_kernel_lacks_comes_from_the_next(
+    def test_the_fallback_computes_what_the_kernel_does_not_support(
         self, isa: str, monkeypatch: pytest.MonkeyPatch, read: Any
     ) -> None:
-        asked, through = [], native._through_rest
+        asked, through = [], NATIVE.fallback_gradient
 
         def spy(problem: Any, others: Any, *args: Any) -> Any:
             asked.append((others, args[0][0]))
             return through(problem, others, *args)
 
-        monkeypatch.setattr(native, "_through_rest", spy)
+        monkeypatch.setattr(NATIVE, "fallback_gradient", spy)
         agree(given(bias=(67, 70)), read=(readings.BlockMap(4), read))
         assert asked == [((read,), None)]
 
@@ -246,8 +248,8 @@ class TestBias:
 
 class TestParts:
     def test_bytes_in_parts(self, isa: str, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "RANGES", 1)
-        monkeypatch.setattr(module, "EDGES", 1)
+        monkeypatch.setattr(calls, "RANGES", 1)
+        monkeypatch.setattr(calls, "EDGES", 1)
         read = (readings.Mass(HALF), readings.Received(), readings.Rows([3]), readings.BlockMap(3))
         read += (readings.Scores(), readings.Mass(masks.first(2)), readings.Mass(HALF | HALF))
         agree(given(bias=(67, 70)), mask=HALF, read=read)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
 from clearhead import masks, readings
+from clearhead.attention.impl import NATIVE
 from clearhead.attention.impl.native import kernel as module
-from clearhead.attention.impl.native import native
 from clearhead.cli.info import collect
 
 kernel: Any = module._native
@@ -42,7 +42,7 @@ def negative(x: Tensor) -> Tensor:
 class Served(list):
     """Whether the short way answered, call by call."""
 
-    short = native.plain
+    short = NATIVE.plain
 
     def plain(self, *args: Any) -> Tensor | None:
         answer = Served.short(*args)
@@ -53,14 +53,14 @@ class Served(list):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     seen = Served()
-    monkeypatch.setattr(native, "plain", seen.plain)
+    monkeypatch.setattr(NATIVE, "plain", seen.plain)
     return seen
 
 
 def closer_look(*args: Any, **kwargs: Any) -> Tensor:
     """The same call the long way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "plain", lambda *_: None)
+        patch.setattr(NATIVE, "plain", lambda *_: None)
         return ch.attend(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead import heads, masks, models, readings
-from clearhead.attention import checks
+from clearhead.attention import memory
 from clearhead.recording import load
 from tests.architectures import ALL
 from tests.test_watching import WAYS, WEIGHTS, Stack, plain
@@ -27,8 +27,8 @@ class TestSizes:
     @pytest.mark.parametrize("mix", WAYS[-2:])
     def test_maps_that_do_not_fit_are_refused_with_their_bytes(self, mix, monkeypatch):
         model, x = Stack(mix), torch.ones(1, 40, 6)
-        monkeypatch.setattr(checks, "SMALL", 0)
-        monkeypatch.setattr(checks, "free_bytes", lambda device: 3 * 40 * 40 * 4 - 1)
+        monkeypatch.setattr(memory, "SMALL", 0)
+        monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * 40 * 40 * 4 - 1)
         refusal = pytest.raises(ValueError, match=r"19,200 bytes, with 19,199 free[\s\S]*TopK")
         with refusal, ch.watch(model, read=WEIGHTS):
             model(x)

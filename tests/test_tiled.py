@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
-from clearhead.attention.impl import reference
+from clearhead.attention import Problem
+from clearhead.attention.impl import REFERENCE as reference
+from clearhead.attention.impl import TILED as tiled
 from clearhead.attention.impl.autograd import FIELDS, tensors_of
-from clearhead.attention.impl.tiled import gather, stream, tiled
+from clearhead.attention.impl.tiled import gather, stream
 from clearhead.attention.impl.tiled import strips as pieces
-from clearhead.attention.problem import Problem
+from clearhead.attention.impl.tiled import tiled as tiled_module
 from tests import oracle
 
 FIVE = (
@@ -53,7 +55,7 @@ def random_mask(*shape: int, share: float = 0.4, seed: int = 0) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Bounds that hang on what another answer is off by are met or missed by the numbers drawn."""
+    """Bounds that depend on the error of another answer are met or missed by the numbers drawn."""
     torch.manual_seed(0)
 
 
@@ -62,8 +64,8 @@ def strips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make strips of a few rows, so that small problems have many."""
     monkeypatch.setattr(stream, "ROWS", 5)
     monkeypatch.setattr(stream, "ELEMENTS", 300)
-    monkeypatch.setattr(tiled, "ELEMENTS", 1)
-    monkeypatch.setattr(tiled, "ROWS", 7)
+    monkeypatch.setattr(tiled_module, "ELEMENTS", 1)
+    monkeypatch.setattr(tiled_module, "ROWS", 7)
     monkeypatch.setattr(pieces, "WIDTH", 8)
 
 
@@ -223,7 +225,8 @@ class TestTopK:
     def test_of_few_values(self, width: int, k: int, levels: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         weights = torch.randint(0, levels, (1, 2, width), generator=draw).float() / levels
-        found = gather._TopK(problem(2, width, batch=(1,), head=1, group=1), readings.TopK(k))
+        one = problem(2, width, batch=(1,), head=1, group=1)
+        found = gather.TopK(one, readings.TopK(k), gather.Layout(height=2))
         allowed = torch.ones_like(weights, dtype=torch.bool)
         view = _View(weights, allowed)
         found.see(view)  # type: ignore[arg-type]
@@ -434,8 +437,8 @@ class TestMemory:
     ) -> None:
         monkeypatch.setattr(stream, "ELEMENTS", 1 << 12)
         monkeypatch.setattr(stream, "ROWS", 16)
-        monkeypatch.setattr(tiled, "ELEMENTS", 1 << 12)
-        monkeypatch.setattr(tiled, "ROWS", 8)
+        monkeypatch.setattr(tiled_module, "ELEMENTS", 1 << 12)
+        monkeypatch.setattr(tiled_module, "ROWS", 8)
         size = 300
         more: Any = {"bias": torch.zeros(1, size)} if features == "bias" else FEATURES[features]
         p = problem(size, size, mask, batch=(), head=1, group=1, **more)
@@ -463,12 +466,12 @@ class TestChoice:
 
         assert tiled.unsupported_reasons(p, (Own(),)) == []
         p.query.requires_grad_()
-        assert "no gradient here" in tiled.unsupported_reasons(p, (Own(),))[0]
+        assert "split its gradient" in tiled.unsupported_reasons(p, (Own(),))[0]
 
         class Subclass(Tensor):
             pass
 
-        p.key = p.key.as_subclass(Subclass)
+        p = replace(p, key=p.key.as_subclass(Subclass))
         assert "subclass" in tiled.unsupported_reasons(p, ())[0]
         assert tiled.unsupported_reasons(replace(p, query=p.query.to("meta")), ())
 

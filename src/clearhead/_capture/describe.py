@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead._capture.call import Call, EagerCall, FusedCall
-from clearhead.attention import api
+from clearhead.attention import make_problem
 
 __all__ = ["Additive", "from_attend", "from_flex", "from_sdpa", "split_additive"]
 
@@ -126,7 +126,7 @@ def from_attend(
     """Describe a call of `clearhead.attend`, which has checked its arguments."""
     names = ("scale", "bias", "softcap", "sinks")
     given: list[Any] = [options.get(name) for name in names]
-    problem = api._problem(query, key, value, mask, *given, dropout=0.0)
+    problem = make_problem(query, key, value, mask, *given)
     lead = problem.query.shape[:-3]
     tensors = (problem.query, problem.key, problem.value)
     query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in tensors)

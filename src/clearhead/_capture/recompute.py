@@ -11,9 +11,9 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead._capture.call import Call, EagerCall, FusedCall, unmasked
-from clearhead.attention import checks, impl
+from clearhead.attention import check_readings, choose
 from clearhead.masks import Mask
-from clearhead.readings import Reading, Scores, Strip, Weights
+from clearhead.readings import Reading, Strip
 
 __all__ = [
     "call_mask",
@@ -35,11 +35,8 @@ def read_call(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | No
     """Give one value for each reading; with `queries`, of those rows of the weight map only."""
     if queries is None and isinstance(call, FusedCall):
         problem, read = call.problem, tuple(wanted)
-        checks.readings(read, problem)
-        chosen = impl.choose(problem, read, None)
-        # The tiled one can leave the context out; the native one is faster with it.
-        alone = getattr(chosen, "readings_only", lambda *given: chosen.attend(*given)[1])
-        return alone(problem, read)
+        check_readings(read, problem)
+        return choose(problem, read).readings_only(problem, read)
     for reading in wanted:
         reading.check(call.sizes)
     total = call.sizes.query
@@ -53,7 +50,7 @@ def read_call(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | No
 
 
 def _finish(reading: Reading, part: Any, queries: Sequence[int] | None) -> Any:
-    if queries is not None and isinstance(reading, (Weights, Scores)):
+    if queries is not None and reading.whole_map:
         # Of the chosen rows only: the other rows of the map are never made.
         return torch.cat([piece for _, _, piece in part.pieces], -2)
     return reading.finish(part)

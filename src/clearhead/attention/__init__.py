@@ -1,20 +1,21 @@
-"""One fused attention that also answers: q, k, v -> context, and what was read on the way."""
+"""Fused attention that also returns readings: q, k, v -> context and what was read on the way."""
 
 from __future__ import annotations
 
-from clearhead.attention import api, checks, impl
-from clearhead.attention.api import attend
-from clearhead.attention.checks import free_bytes, warn_if_backwards
-from clearhead.attention.impl import available
+from clearhead.attention.api import attend, make_problem
+from clearhead.attention.edges import warn_if_backwards
+from clearhead.attention.impl import Implementation, available, choose
+from clearhead.attention.memory import check_readings, free_bytes
 from clearhead.attention.problem import Problem
 
 __all__ = [
+    "Implementation",
     "Problem",
-    "api",
     "attend",
     "available",
-    "checks",
+    "check_readings",
+    "choose",
     "free_bytes",
-    "impl",
+    "make_problem",
     "warn_if_backwards",
 ]

@@ -1,8 +1,9 @@
-"""attend(): check the call once, choose an implementation, run it. q, k, v -> context."""
+"""attend(): check the call once, choose an implementation and run it. q, k, v -> context."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,19 +11,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from clearhead.attention import checks
-from clearhead.attention.impl import choose
+from clearhead.attention import checks, edges
+from clearhead.attention.impl import NATIVE, choose
 from clearhead.attention.impl.dropout import draw_seed
-from clearhead.attention.impl.native import native
+from clearhead.attention.memory import check_readings
 from clearhead.attention.problem import Problem, default_scale
 from clearhead.masks import Mask
-from clearhead.readings import Overlap, Reading
+from clearhead.readings import Reading
 
-__all__ = ["attend"]
+__all__ = ["attend", "make_problem"]
 
 
 class _NoSuch:
-    """The type of arguments by other names: no value has it, so type checkers refuse them too."""
+    """The type of unknown arguments: no value has it, so that type checkers refuse them too."""
 
 
 def attend(
@@ -40,7 +41,7 @@ def attend(
     impl: str | None = None,
     **unknown: _NoSuch,
 ) -> Any:
-    """Mix the values of the sources that each query may attend to, by how well their keys match.
+    """Mix the values of the sources that each query may attend to, by the softmax of their scores.
 
     >>> import torch, clearhead as ch
     >>> from clearhead import masks, readings
@@ -54,13 +55,14 @@ def attend(
     tensor([0.0000, 0.6931, 1.0986])
 
     query, key and value are `(*batch, head, position, head_dim)`; without a head axis they are
-    `(batch, position, head_dim)` or `(position, head_dim)`, and so is all that comes back. Query
-    heads may be a multiple of source heads: consecutive query heads share a source head.
+    `(batch, position, head_dim)` or `(position, head_dim)`, and the results have no head axis
+    either. Query heads may be a multiple of source heads: consecutive query heads share one.
 
-    The answer mirrors `read`: None gives the context, one reading gives (context, its value), a
+    The result mirrors `read`: None gives the context, one reading gives (context, its value), a
     tuple gives (context, tuple of values). Readings are of the weights before dropout, in float32
-    (float64 for float64 inputs). Before an edit in place, clone() what has a gradient: torch raises
-    a RuntimeError at the edit or in the backward pass, and only "reference" stands some edits.
+    (float64 for float64 inputs). Clone a result that has a gradient before editing it in place:
+    torch raises a RuntimeError at the edit or in the backward pass, except for some edits with
+    "reference".
 
     - `mask`: a `Mask`, or a bool tensor, True where a query may attend, that broadcasts to
       `(*batch, head, query, source)`. A query that may attend to nothing gets context 0.
@@ -69,17 +71,17 @@ def attend(
     - `bias`: a float tensor added to the scores; broadcasts as a mask does. -inf blocks the edge.
     - `sinks`: one logit for each head that joins the softmax as a source without a value (gpt-oss).
     - `dropout`: the probability that a weight is dropped between weights and context; which ones
-      hangs on torch's seed alone, not on the implementation.
-    - `impl`: "native", "tiled" or "reference" instead of the first of them that can serve.
+      are dropped depends only on torch's RNG state, not on the implementation.
+    - `impl`: "native", "tiled" or "reference" instead of the first one that can serve the call.
 
-    A wrong shape is a ValueError and a wrong type a TypeError, with the rule and all shapes.
+    A wrong shape raises a ValueError and a wrong type a TypeError, with the rule and all shapes.
 
     The equation is that of Vaswani et al. 2017, "Attention Is All You Need".
     """
     if unknown:
         raise checks.unknown(unknown)
     if has_torch_function((query, key, value)):
-        # A mode sees the call as it sees torch's own: this is how `watch` does.
+        # A mode intercepts the call as it intercepts torch's own: `watch` relies on it.
         return handle_torch_function(
             attend, (query, key, value), query, key, value, mask, read=read, scale=scale,
             bias=bias, softcap=softcap, sinks=sinks, dropout=dropout, impl=impl,
@@ -89,10 +91,10 @@ def attend(
         and bias is None
         and softcap is None
         and sinks is None
-        and (impl is None or impl == native.NAME)
+        and (impl is None or impl == NATIVE.name)
         and (type(dropout) is float and dropout == 0)
     ):
-        context = native.plain(query, key, value, mask, scale)
+        context = NATIVE.plain(query, key, value, mask, scale)
         if context is not None:
             return context
     kind = query.device.type if isinstance(query, Tensor) else "meta"
@@ -103,57 +105,67 @@ def attend(
             return attend(query, key, value, mask, read=read, scale=scale, bias=bias,
                           softcap=softcap, sinks=sinks, dropout=dropout, impl=impl)  # fmt: skip
     checks.inputs(query, key, value)
-    wanted = checks.wanted(read)
-    problem = _problem(query, key, value, mask, scale, bias, softcap, sinks, dropout)
-    if wanted:
-        checks.readings(wanted, problem)
-    chosen = choose(problem, wanted, impl)
-    if dropout:
-        # A call that is refused draws nothing.
-        problem.seed = draw_seed(query.device)
-    context, values = chosen.attend(problem, wanted)
-
+    asked = checks.wanted(read)
+    problem = make_problem(query, key, value, mask, scale, bias, softcap, sinks, dropout)
+    context, values = _run(problem, asked, impl)
     if query.ndim < 4:
         context, axis = context.squeeze(-3), query.ndim - 2
-        values = [_without_head(r, v, axis) for r, v in zip(wanted, values, strict=True)]
+        values = [_without_head(r, v, axis) for r, v in zip(asked, values, strict=True)]
     if read is None:
         return context
     return context, (values[0] if isinstance(read, Reading) else tuple(values))
 
 
-def _problem(
+def _run(problem: Problem, read: tuple[Reading, ...], impl: str | None) -> tuple[Tensor, list[Any]]:
+    if read:
+        check_readings(read, problem)
+    chosen = choose(problem, read, impl)
+    if problem.dropout:
+        # Only now: a call that is refused leaves torch's RNG state alone.
+        problem = replace(problem, seed=draw_seed(problem.query.device))
+    return chosen.attend(problem, read)
+
+
+def make_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | Tensor | None,
-    scale: float | None,
-    bias: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Problem:
-    """Check what is optional, give every tensor a head axis, fill in the scale."""
+    """Check the optional arguments of a call, give every tensor a head axis, and fill in the scale.
+
+    The shapes of query, key and value have been checked.
+    """
     given = query
     if query.ndim < 4:
         query, key, value = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
-    if scale is None:
-        scale = default_scale(query.shape[-1])
-    else:
-        checks.number("scale", scale, "multiply query by a tensor before the call")
-        # torch multiplies by no whole number that takes more than 64 bits.
-        scale = float(scale) if type(scale) is int else scale
-    problem = Problem(query, key, value, None, scale)
-    if mask is not None:
-        problem.mask = checks.mask(mask, given, problem)
-    if bias is not None:
-        problem.bias = checks.bias(bias, given, problem)
-    if softcap is not None:
-        problem.softcap = checks.softcap(softcap)
-    if sinks is not None:
-        problem.sinks = checks.sinks(sinks, problem)
-    if dropout:
-        problem.dropout = checks.dropout(dropout)
-    return problem
+    plain = Problem(query, key, value, None, _scale(scale, query.shape[-1]))
+    if mask is bias is softcap is sinks is None and not dropout:
+        return plain
+    return Problem(
+        query,
+        key,
+        value,
+        None if mask is None else edges.mask(mask, given, plain),
+        plain.scale,
+        None if bias is None else edges.bias(bias, given, plain),
+        None if softcap is None else checks.softcap(softcap),
+        None if sinks is None else checks.sinks(sinks, plain),
+        checks.dropout(dropout) if dropout else 0.0,
+    )
+
+
+def _scale(given: float | None, head_dim: int) -> float:
+    if given is None:
+        return default_scale(head_dim)
+    checks.number("scale", given, "multiply query by a tensor before the call")
+    # torch multiplies by Python integers of at most 64 bits.
+    return float(given) if type(given) is int else given
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,8 +175,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _without_head(reading: Reading, value: Any, axis: int) -> Any:
-    """Take the head axis out of a value, or out of each tensor of a named tuple."""
+    """Remove the head axes from a value, or from each tensor of a named tuple."""
     if isinstance(value, Tensor):
-        value = value.squeeze(axis)
-        return value.squeeze(axis) if isinstance(reading, Overlap) else value
+        for _ in range(reading.head_axes):
+            value = value.squeeze(axis)
+        return value
     return type(value)(*(_without_head(reading, part, axis) for part in value))

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "default_scale"]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Problem:
-    """Checked inputs of one call. All tensors have a head axis; a mask and a bias broadcast."""
+    """The checked inputs of one call. All tensors have a head axis; a mask and a bias broadcast."""
 
     query: Tensor  # (*batch, head, query, head_dim)
     key: Tensor  # (*batch, source_head, source, head_dim); head is a multiple of source_head
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes that the mask is asked with; several batch axes count as their product."""
+        """The sizes that masks and readings receive; several batch axes count as their product."""
         *batch, head, query, _ = self.query.shape
         flat = 1
         for size in batch:
@@ -67,5 +67,5 @@ class Problem:
 
 
 def default_scale(head_dim: int) -> float:
-    """What scores are multiplied by unless told: it keeps their variance at that of the inputs."""
+    """Return 1/sqrt(head_dim), which keeps the variance of the scores at that of the inputs."""
     return 1 / math.sqrt(head_dim) if head_dim else 1.0

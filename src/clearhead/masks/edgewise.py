@@ -148,12 +148,17 @@ def _pair(pair: Any) -> tuple[int, int]:
 
 
 class Intervals(Mask):
-    """One interval of sources for each query, (batch or 1, head or 1, query)."""
+    """One interval of sources for each query, which lies inside of the sources."""
 
-    def __init__(self, start: Tensor, stop: Tensor):
-        self.start, self.stop = start.long(), stop.long()
-        batch, head, query = start.shape
+    def __init__(self, given: Ranges):
+        self.given = given
+        self.start, self.stop = given.start[0].long(), given.stop[0].long()
+        batch, head, query = self.start.shape
         self.own = Own(batch, head, query)
+
+    def ranges(self, query: int, source: int | None = None, most: int = 4) -> Ranges:
+        """Return the ranges that it was made from."""
+        return self.given
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
         at = (b % self.start.shape[0], h % self.start.shape[1], i)
@@ -167,8 +172,8 @@ class Intervals(Mask):
 
 
 def from_ranges(ranges: Ranges) -> Mask:
-    """Make a mask of the first range of each query."""
-    return Intervals(ranges.start[0], ranges.stop[0])
+    """Make a mask of ranges that have one interval for each query."""
+    return Intervals(ranges)
 
 
 class Where(Mask):

@@ -24,9 +24,11 @@ A score of -inf is a blocked edge, whether the mask, a bias or an overflow made 
 
 from __future__ import annotations
 
+from clearhead.readings.cells import by_cell as by_cell
+from clearhead.readings.cells import cell_bounds as cell_bounds
 from clearhead.readings.fold import Blocks as Blocks
 from clearhead.readings.fold import PerQuery as PerQuery
-from clearhead.readings.fold import Reading, Strip
+from clearhead.readings.fold import Reading
 from clearhead.readings.kinds import (
     BlockMap,
     BlockMapValue,
@@ -42,9 +44,7 @@ from clearhead.readings.kinds import (
     TopKValue,
     Weights,
 )
-from clearhead.readings.kinds import (
-    by_cell as by_cell,
-)
+from clearhead.readings.strip import Strip
 
 __all__ = [
     "BlockMap",

@@ -1,22 +1,18 @@
-"""How readings fold: strips of the weight map, parts of a reading, and how parts merge."""
+"""How readings fold: the part of each strip, how parts merge, and what the value takes."""
 
 # The methods are documented once, in Reading.
 # ruff: noqa: D102
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from clearhead._core import value_error
-
-if TYPE_CHECKING:
-    from clearhead._core import Sizes
+from clearhead._core import Sizes
+from clearhead.readings.strip import Strip
 
 __all__ = [
     "Blocks",
@@ -24,91 +20,9 @@ __all__ = [
     "PerQuery",
     "PerQueryReading",
     "Reading",
-    "Strip",
     "SumReading",
     "place",
 ]
-
-
-@dataclass(frozen=True, eq=False)
-class Strip:
-    """A piece of the weight map: some queries, some sources, as readings receive it.
-
-    `weights` are before dropout; `lse` is the log-sum-exp of the *whole* row (sinks included), also
-    where the piece holds only some of its sources, so that parts of a row add up.
-    """
-
-    scores: Tensor  # (*batch, head, rows, columns); -inf where blocked
-    weights: Tensor  # the same; 0 where blocked
-    lse: Tensor  # (*batch, head, rows)
-    queries: Tensor  # (rows,) int64, positions in 0..query-1, ascending
-    sources: Tensor  # (columns,) int64, positions in 0..source-1, ascending
-    query: int  # how many queries and sources the whole map has
-    source: int
-
-    @staticmethod
-    def of(
-        scores: Tensor,
-        *,
-        lse: Tensor | None = None,
-        queries: Sequence[int] | Tensor | None = None,
-        sources: Sequence[int] | Tensor | None = None,
-        query: int | None = None,
-        source: int | None = None,
-    ) -> Strip:
-        """Weigh a piece of the score map with the log-sum-exp of its whole rows.
-
-        >>> Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])).weights
-        tensor([[1.0000, 0.0000],
-                [0.5000, 0.5000]])
-
-        `queries` and `sources` are the positions of the piece's rows and columns, `query` and
-        `source` how many there are in the whole; without them the piece is the whole.
-        """
-        lse = torch.logsumexp(scores, -1) if lse is None else lse
-        rows, columns = scores.shape[-2:]
-        return Strip(
-            scores=scores,
-            weights=_weigh(scores, lse),
-            lse=lse,
-            queries=_positions("queries", queries, rows, scores),
-            sources=_positions("sources", sources, columns, scores),
-            query=rows if query is None else query,
-            source=columns if source is None else source,
-        )
-
-    @property
-    def allowed(self) -> Tensor:
-        """The edges that are not blocked: those with a score above -inf, or NaN."""
-        return self.scores != -torch.inf
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of the whole map, as masks are asked with them."""
-        # A mask's module must be able to import readings first, hence not at the top.
-        from clearhead._core import Sizes
-
-        *batch, head = self.weights.shape[:-2] or (1,)
-        return Sizes(functools.reduce(operator.mul, batch, 1), head, self.query, self.source)
-
-
-def _weigh(scores: Tensor, lse: Tensor) -> Tensor:
-    blocked = scores == -torch.inf
-    # The difference is finite before exp sees it, so that no gradient becomes 0 * inf.
-    return torch.where(blocked, 0, scores - lse.unsqueeze(-1)).exp().masked_fill(blocked, 0)
-
-
-def _positions(name: str, given: Sequence[int] | Tensor | None, size: int, like: Tensor) -> Tensor:
-    if given is None:
-        return torch.arange(size, device=like.device)
-    positions = torch.as_tensor(given, dtype=torch.int64, device=like.device)
-    if positions.shape != (size,):
-        raise value_error(
-            name,
-            "needs one position for each row (queries) and column (sources) of scores",
-            shapes={name: positions, "scores": like},
-        )
-    return positions
 
 
 class Reading:
@@ -116,7 +30,21 @@ class Reading:
 
     Parts of different rows stand side by side, parts of the same rows but other sources add up;
     `merge` is associative and commutative, except for the order in which floats are added.
+
+    A subclass with a gradient strip by strip (`part_grad`) declares it in its own class statement,
+    `class Total(Reading, splits_grad=True)`. The declaration is not inherited: a subclass may
+    change `part` or `merge`.
     """
+
+    splits_grad: ClassVar[bool] = False
+    # Whether the value has a number for each edge.
+    whole_map: ClassVar[bool] = False
+    # How many head axes each tensor of the value has.
+    head_axes: ClassVar[int] = 1
+
+    def __init_subclass__(cls, *, splits_grad: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.splits_grad = splits_grad
 
     def check(self, sizes: Sizes) -> None:
         """Raise ValueError where the reading cannot be taken from maps of these sizes."""
@@ -132,6 +60,25 @@ class Reading:
     def finish(self, part: Any) -> Any:
         """Turn the part of the whole map into the value that is handed out."""
         raise NotImplementedError
+
+    def part_grad(self, grad: Any, rows: slice, index: int) -> Any:
+        """Give the gradient of one strip's part from that of the merged part.
+
+        The strips hold whole rows and come in order; this one is number `index` and has `rows`.
+        Where parts add up, each has the gradient of the sum.
+        """
+        return grad
+
+    def constants(self, value: Any) -> tuple[Tensor, ...]:
+        """List the floating-point tensors of the value that have no gradient."""
+        return ()
+
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        """Count the bytes of the value, whose floating-point numbers take `itemsize` each.
+
+        Unless a reading says otherwise, the value is one number a query and head.
+        """
+        return sizes.batch * sizes.head * sizes.query * itemsize
 
     def fold(self, strips: Iterable[Strip]) -> Any:
         """Read a whole map from its strips, in any order."""
@@ -195,6 +142,13 @@ class PerQueryReading(Reading):
     def finish(self, part: PerQuery) -> Any:
         return part.values[0]
 
+    def part_grad(self, grad: PerQuery, rows: slice, index: int) -> PerQuery:
+        values: Any = (
+            None if x is None else x.narrow(self.axis, rows.start, rows.stop - rows.start)
+            for x in grad.values
+        )
+        return PerQuery(grad.queries, tuple(values))
+
 
 class SumReading(Reading):
     """Tensors that have their final shape in every part, and add up."""
@@ -209,6 +163,7 @@ class SumReading(Reading):
 class MapReading(Reading):
     """The map itself: pieces are kept as they come and put in their places at the end."""
 
+    whole_map = True
     _blocked = 0.0
 
     def merge(self, left: Blocks, right: Blocks) -> Blocks:
@@ -222,6 +177,12 @@ class MapReading(Reading):
         for queries, sources, piece in part.pieces:
             whole[..., queries[:, None], sources] = piece
         return whole
+
+    def part_grad(self, grad: Blocks, rows: slice, index: int) -> Blocks:
+        return Blocks((grad.pieces[index],), grad.query, grad.source)
+
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        return sizes.batch * sizes.head * sizes.query * sizes.source * itemsize
 
 
 def place(values: Tensor, sources: Tensor, source: int) -> Tensor:

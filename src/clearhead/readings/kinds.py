@@ -1,26 +1,4 @@
-"""What can be read while the weights pass: each reading is a fold over pieces of the weight map.
-
->>> import torch
->>> from clearhead import readings
->>> scores = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, -torch.inf]])
->>> readings.Entropy().fold([readings.Strip.of(scores)])
-tensor([0.8324, 0.6931])
-
-The pieces may be rows, chunks of sources (a KV cache, the shares of ranks) or both, in any order.
-What they need in common is the log-sum-exp of the *whole* rows, which is the `torch.logaddexp` of
-the chunks' own; `Strip.of` weighs a piece with it, `part` reads the piece, `merge` adds parts:
-
->>> left, right = scores[:, :2], scores[:, 2:]
->>> lse = torch.logaddexp(left.logsumexp(-1), right.logsumexp(-1))
->>> whole = {"lse": lse, "query": 2, "source": 3}
->>> parts = [readings.Entropy().part(readings.Strip.of(left, sources=[0, 1], **whole)),
-...          readings.Entropy().part(readings.Strip.of(right, sources=[2], **whole))]
->>> readings.Entropy().finish(readings.Entropy().merge(*parts))
-tensor([0.8324, 0.6931])
-
-All readings take the weights before dropout, and answer in float32 (float64 for float64 inputs).
-A score of -inf is a blocked edge, whether the mask, a bias or an overflow made it so.
-"""
+"""The readings: what each is on the full weights, how it is folded, and how large its value is."""
 
 # The methods are documented once, in Reading.
 # ruff: noqa: D102
@@ -32,20 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead._core import type_error, value_error
+from clearhead._core import Sizes, type_error, value_error
+from clearhead.readings.cells import by_cell
 from clearhead.readings.fold import (
     Blocks,
     MapReading,
     PerQuery,
     PerQueryReading,
     Reading,
-    Strip,
     SumReading,
     place,
 )
+from clearhead.readings.strip import Strip
 
 if TYPE_CHECKING:
-    from clearhead._core import Sizes
     from clearhead.masks import Mask
 
 __all__ = [
@@ -56,18 +34,16 @@ __all__ = [
     "LogSumExp",
     "Mass",
     "Overlap",
-    "Reading",
     "Received",
     "Rows",
     "Scores",
-    "Strip",
     "TopK",
     "TopKValue",
     "Weights",
 ]
 
 
-class Weights(MapReading):
+class Weights(MapReading, splits_grad=True):
     """The whole weight map, (*batch, head, query, source): softmax of the scores over the sources.
 
     >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
@@ -84,7 +60,7 @@ class Weights(MapReading):
         return Blocks((piece,), strip.query, strip.source)
 
 
-class Scores(MapReading):
+class Scores(MapReading, splits_grad=True):
     """The scores after scale, softcap and bias, (*batch, head, query, source); -inf where blocked.
 
     >>> Scores().fold([Strip.of(torch.tensor([[0.5, -torch.inf], [0.0, 2.0]]))])
@@ -101,7 +77,7 @@ class Scores(MapReading):
         return Blocks((piece,), strip.query, strip.source)
 
 
-class Rows(SumReading):
+class Rows(SumReading, splits_grad=True):
     """The weights of chosen queries, (*batch, head, chosen, source), in the order given.
 
     >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
@@ -143,6 +119,9 @@ class Rows(SumReading):
         rows = torch.where(seen[:, None], strip.weights.index_select(-2, at), 0)
         return place(rows, strip.sources, strip.source)
 
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        return sizes.batch * sizes.head * len(self.queries) * sizes.source * itemsize
+
 
 class TopKValue(NamedTuple):
     """The value of `TopK`: the largest weights of each query and the sources that have them."""
@@ -151,7 +130,7 @@ class TopKValue(NamedTuple):
     sources: Tensor  # the same, int64
 
 
-class TopK(PerQueryReading):
+class TopK(PerQueryReading, splits_grad=True):
     """The k largest weights of every query and their sources, as a named pair (weights, sources).
 
     >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
@@ -196,8 +175,12 @@ class TopK(PerQueryReading):
     def finish(self, part: PerQuery) -> TopKValue:
         return TopKValue(*part.values)
 
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        # Positions are int64.
+        return sizes.batch * sizes.head * sizes.query * self.k * (itemsize + 8)
 
-class LogSumExp(PerQueryReading):
+
+class LogSumExp(PerQueryReading, splits_grad=True):
     """The log of the softmax's denominator, (*batch, head, query): lse = ln sum_j exp(score_j).
 
     >>> LogSumExp().fold([Strip.of(torch.tensor([[0.0, 0.0], [1.0, -torch.inf]]))])
@@ -216,7 +199,7 @@ class LogSumExp(PerQueryReading):
         return (torch.maximum(left[0], right[0]),)
 
 
-class Entropy(PerQueryReading):
+class Entropy(PerQueryReading, splits_grad=True):
     """How spread the weights of each query are, in nats, (*batch, head, query): -sum_j w_j ln w_j.
 
     >>> scores = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
@@ -257,7 +240,7 @@ class Entropy(PerQueryReading):
         return f"Entropy(normalized={self.normalized})"
 
 
-class Received(SumReading):
+class Received(SumReading, splits_grad=True):
     """The weight that each source receives from all queries, (*batch, head, source): sum_i w_ij.
 
     >>> Received().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
@@ -271,8 +254,11 @@ class Received(SumReading):
     def part(self, strip: Strip) -> Tensor:
         return place(strip.weights.sum(-2), strip.sources, strip.source)
 
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        return sizes.batch * sizes.head * sizes.source * itemsize
 
-class Mass(PerQueryReading):
+
+class Mass(PerQueryReading, splits_grad=True):
     """The weight each query puts on a set of edges, (*batch, head, query): sum_{j in edges} w_ij.
 
     >>> from clearhead import masks
@@ -303,7 +289,7 @@ class Mass(PerQueryReading):
         return PerQuery(strip.queries, (torch.where(edges, strip.weights, 0).sum(-1),))
 
 
-class Distance(PerQueryReading):
+class Distance(PerQueryReading, splits_grad=True):
     """How far each query looks, in positions, (*batch, head, query): sum_j w_ij |i - j|.
 
     >>> Distance().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
@@ -327,7 +313,7 @@ class BlockMapValue(NamedTuple):
     max: Tensor  # the same
 
 
-class BlockMap(Reading):
+class BlockMap(Reading, splits_grad=True):
     """A small picture of the weight map: mean and max of each tile, (*batch, head, cells, cells).
 
     >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])
@@ -367,8 +353,15 @@ class BlockMap(Reading):
     def finish(self, part: tuple[Tensor, Tensor]) -> BlockMapValue:
         return BlockMapValue(*part)
 
+    def constants(self, value: BlockMapValue) -> tuple[Tensor, ...]:
+        return (value.max,)
 
-class Overlap(SumReading):
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        cells = min(self.cells, sizes.query) * min(self.cells, sizes.source)
+        return 2 * sizes.batch * sizes.head * cells * itemsize
+
+
+class Overlap(SumReading, splits_grad=True):
     """How alike two heads look: the cosine between their weight maps, (*batch, head, head).
 
     >>> scores = torch.tensor([[[0.0, -torch.inf]], [[-torch.inf, 0.0]], [[0.0, 0.0]]])
@@ -377,8 +370,10 @@ class Overlap(SumReading):
             [0.0000, 1.0000, 0.7071],
             [0.7071, 0.7071, 1.0000]])
 
-    A head whose map is all zero is like no head, not even itself: 0.
+    A head whose map is all zero has cosine 0 with every head, itself included.
     """
+
+    head_axes = 2
 
     def part(self, strip: Strip) -> Tensor:
         maps = strip.weights.flatten(-2)
@@ -391,19 +386,8 @@ class Overlap(SumReading):
         lengths = torch.where(empty, 1, squares).sqrt()
         return part / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
 
-
-def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
-    """Reduce the last axis cell by cell, split as torch.tensor_split splits it."""
-    size = x.shape[-1]
-    cells = min(cells, size)
-    width, longer = divmod(size, max(cells, 1))
-    cut = longer * (width + 1)
-    parts = []
-    if longer:
-        parts.append(how(x[..., :cut].unflatten(-1, (longer, width + 1)), -1))
-    if cells > longer:
-        parts.append(how(x[..., cut:].unflatten(-1, (cells - longer, width)), -1))
-    return torch.cat(parts, -1) if parts else x
+    def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
+        return sizes.batch * sizes.head * sizes.head * itemsize
 
 
 def _whole(name: str, value: int) -> int:

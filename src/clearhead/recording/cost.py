@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from clearhead import readings
 from clearhead._capture import Call, FusedCall, Handler, call_with, read_call
 from clearhead._core import Sizes
 from clearhead.readings import Reading
 
-__all__ = ["CallSizes", "Cost", "run_once", "seconds", "value_bytes"]
+__all__ = ["CallSizes", "Cost", "run_once", "seconds"]
 
 _PROBE = 256
 
@@ -89,22 +88,3 @@ def _general(reading: Reading) -> bool:
     except ValueError:
         return False
     return True
-
-
-def value_bytes(reading: Reading, sizes: Sizes, itemsize: int = 4) -> int:
-    """How many bytes the value of a reading takes for one call."""
-    batch, heads, query, source = sizes
-    lead = batch * heads
-    if isinstance(reading, (readings.Weights, readings.Scores)):
-        return lead * query * source * itemsize
-    if isinstance(reading, readings.Rows):
-        return lead * len(reading.queries) * source * itemsize
-    if isinstance(reading, readings.TopK):
-        return lead * query * reading.k * (itemsize + 8)
-    if isinstance(reading, readings.Received):
-        return lead * source * itemsize
-    if isinstance(reading, readings.Overlap):
-        return lead * heads * itemsize
-    if isinstance(reading, readings.BlockMap):
-        return 2 * lead * min(reading.cells, query) * min(reading.cells, source) * itemsize
-    return lead * query * itemsize

@@ -25,7 +25,7 @@ from clearhead._capture import (
     rounding_bound,
 )
 from clearhead._core import numbers, type_error, value_error
-from clearhead.attention import impl
+from clearhead.attention import choose
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 from clearhead.recording import packed
@@ -124,7 +124,7 @@ class Watcher(Handler):
         request = self.request
         late = self._run is not None or request.waits or request.heads or request.queries
         problem, read = call.problem, () if late else request.read
-        context, made = impl.choose(problem, read, None).attend(problem, read)
+        context, made = choose(problem, read).attend(problem, read)
         self._made = None if late else made
         return context
 

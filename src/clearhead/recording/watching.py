@@ -58,7 +58,7 @@ def estimate(
     return cost.Cost(
         calls=len(calls),
         edges=edges,
-        bytes=sum(cost.value_bytes(reading, sizes) for sizes in calls for reading in wanted),
+        bytes=sum(reading.nbytes(sizes) for sizes in calls for reading in wanted),
         seconds=cost.seconds(wanted, edges, max((sizes.head for sizes in calls), default=1)),
     )
 

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a function of the seed and the place alone."""
+"""Which weights dropout keeps: a function of the seed and the edge alone."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def keep(
 ) -> Tensor:
     """Return (*lead, rows, columns): True where a weight is kept, with probability 1 - p.
 
-    `lead` is (*batch, head). Equal places get equal answers, whatever tile they are asked in: the
-    edge number n = ((lead * query) + row) * source + column is hashed with the seed.
+    `lead` is (*batch, head). An edge has the same result in every tile: its number,
+    ((lead * query) + row) * source + column, is hashed with the seed.
     """
     count = 1
     for size in lead:
@@ -39,7 +39,7 @@ def keep(
 
 
 def bounds(seed: Tensor, p: float) -> tuple[int, int, float]:
-    """The same in numbers: the seed, what a hash has to reach, and the scale of what is kept."""
+    """Return the seed, the least hash that is kept, and the factor of a kept weight."""
     return int(seed), _least(p), 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -54,5 +54,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right as if unsigned: int64 is all that every device has."""
+    """Shift right as if unsigned: int64 is the widest type of every device."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,47 +1,78 @@
-"""The compiled kernel as an operator that torch.compile keeps whole in its graph."""
+"""A traced call as one operator, `clearhead::attend`, that torch.compile keeps whole in its graph.
+
+Here are its schema, its fake and its autograd registration: torch only. What computes it on the
+tensors of a device is registered by `register("cpu", kernels)`; a GPU implementation adds a line
+`register("cuda", kernels)` beside it, in `impl/__init__.py`, and nothing here changes.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from clearhead.attention.impl.autograd import filled, tensors_of
-from clearhead.attention.impl.native import backward, kernel
-from clearhead.attention.impl.native.reading_grads import Changes
+from clearhead.attention.impl.layout import as_4d, bias_as_4d
 from clearhead.attention.problem import Problem
 from clearhead.masks import Mask, Ranges, dense, from_ranges
 from clearhead.readings import LogSumExp, Reading
 
-# What serves numbers that are out of the kernel's range, as in eager calls; `native` sets them.
-out_of_range: Any = None
-through_rest: Any = None
+__all__ = ["Kernels", "attend", "register"]
 
 
-def attend(problem: Problem, read: tuple[Reading, ...], spec: Any) -> tuple[Tensor, list[Any]]:
-    """Trace the call: one operator for the context, plain operations (`spec`) for the readings."""
-    query, shape = _four(problem.query), problem.query.shape
+class Kernels(Protocol):
+    """What an implementation registers for a device. All tensors have four axes."""
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the context, the log-sum-exp, and a (2, *rows) tensor for the backward."""
+        ...
+
+    def backward(
+        self, problem: Problem, saved: tuple[Tensor, Tensor, Tensor], grad: Tensor,
+        grad_lse: Tensor, needs: list[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return the gradients of query, key, value, and of bias and sinks where `needs` says."""
+        ...
+
+
+def register(device: str, kernels: Kernels) -> None:
+    """Register what computes the operator on tensors of a device."""
+
+    def forward(*call: Any) -> Any:
+        return kernels.forward(_problem(*call))
+
+    def backward(
+        grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Tensor, *given: Any
+    ) -> Any:  # fmt: skip
+        saved, (*call, needs) = (context, lse, softmax), given
+        found = kernels.backward(_problem(*call), saved, grad, grad_lse, needs)
+        return tuple(lse.new_empty(0) if x is None else x.contiguous() for x in found)
+
+    _attend.register_kernel(device)(forward)
+    _backward.register_kernel(device)(backward)
+
+
+def attend(problem: Problem, read: tuple[Reading, ...], reference: Any) -> tuple[Tensor, list[Any]]:
+    """Trace the call: one operator for the context, and the plain operations of `reference`.
+
+    The operator also returns the log-sum-exp; the reference computes the other readings.
+    """
+    query, shape = as_4d(problem.query), problem.query.shape
     start, stop, edges = _edges(problem)
-    bias = None if problem.bias is None else kernel.lifted(problem.bias, problem)
+    bias = None if problem.bias is None else bias_as_4d(problem.bias, problem)
     context, lse, _ = torch.ops.clearhead.attend(
-        query, _four(problem.key), _four(problem.value), start, stop, edges, bias, problem.sinks,
+        query, as_4d(problem.key), as_4d(problem.value), start, stop, edges, bias, problem.sinks,
         problem.scale, problem.softcap, problem.seed, problem.dropout,
     )  # fmt: skip
     others = tuple(r for r in read if type(r) is not LogSumExp)
-    found = dict(zip(others, spec.attend(problem, others)[1], strict=True)) if others else {}
+    values = reference.attend(problem, others)[1] if others else []
+    found = dict(zip(others, values, strict=True))
     values = [found[r] if r in found else lse.reshape(shape[:-1]) for r in read]
     return context.reshape(*shape[:-1], context.shape[-1]), values
 
 
-def _four(x: Tensor) -> Tensor:
-    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
-
-
 def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The mask as two numbers a row where it can be, else a bool for each edge."""
+    """The mask as start and stop of one interval a row where it is one, else a bool an edge."""
     if problem.mask is None:
         return None, None, None
     sizes = problem.sizes
@@ -54,70 +85,45 @@ def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | Non
     return None, None, edges if edges.ndim == 4 else edges[None, None]
 
 
-def _inputs(
-    q: Tensor, k: Tensor, v: Tensor, start: Any, stop: Any, edges: Any, bias: Any, sinks: Any,
-    scale: float, softcap: float | None, seed: Tensor | None, dropout: float,
-) -> kernel.Inputs:  # fmt: skip
-    ranges = None
-    if start is not None:
-        ranges = Ranges(*(x[None].contiguous() for x in (start, stop)))
-    problem = Problem(q, k, v, None, scale, bias, softcap, sinks, dropout, seed)
-    return kernel.Inputs(problem, ranges, edges)
-
-
-def _beyond(inputs: kernel.Inputs) -> Problem:
-    """The problem for the next implementation, with its mask."""
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
+    edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
+    softcap: float | None, seed: Tensor | None, dropout: float,
+) -> Problem:  # fmt: skip
+    """The problem of an operator call."""
     mask: Mask | None = None
-    if inputs.ranges is not None:
-        mask = from_ranges(inputs.ranges)
-    elif inputs.edges is not None:
-        mask = dense(inputs.edges)
-    return replace(inputs.problem, mask=mask)
+    if start is not None and stop is not None:
+        mask = from_ranges(Ranges(start[None].contiguous(), stop[None].contiguous()))
+    elif edges is not None:
+        mask = dense(edges)
+    return Problem(query, key, value, mask, scale, bias, softcap, sinks, dropout, seed)
 
 
-@torch.library.custom_op("clearhead::attend", mutates_args=(), device_types="cpu")
+# The signature is the schema; `register` adds what computes it.
+@torch.library.custom_op("clearhead::attend", mutates_args=(), device_types=())
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None,
     edges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, scale: float,
     softcap: float | None, seed: Tensor | None, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = _inputs(
-        query, key, value, start, stop, edges, bias, sinks, scale, softcap, seed, dropout
-    )
-    try:
-        context, results = kernel.forward(inputs, graph=True)
-    except kernel.OutOfRange:
-        context, (lse,) = out_of_range(_beyond(inputs), (LogSumExp(),))
-        # This is how the backward knows.
-        return context, lse, lse.new_full((2, *lse.shape), torch.nan)
-    return context, results.lse, results.softmax  # type: ignore[union-attr]
+    raise NotImplementedError
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     lead = query.shape[:3]
     lse = query.new_empty(lead, dtype=torch.float32)
     return query.new_empty(*lead, value.shape[3]), lse, lse.new_empty(2, *lead)
 
 
-@torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("clearhead::attend_backward", mutates_args=(), device_types=())
 def _backward(
     grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Tensor, query: Tensor,
     key: Tensor, value: Tensor, start: Tensor | None, stop: Tensor | None, edges: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
     seed: Tensor | None, dropout: float, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = _inputs(
-        query, key, value, start, stop, edges, bias, sinks, scale, softcap, seed, dropout
-    )
-    if softmax.isnan().all():
-        found: Any = _through_rest(_beyond(inputs), [grad, grad_lse], needs)
-    else:
-        changes = Changes(inputs, lse)
-        changes.add(LogSumExp(), None, grad_lse)
-        out, softmax, wanted = kernel.four(context), softmax.contiguous(), (True,) * 3 + (*needs,)
-        found = backward.backward(inputs, out, lse, softmax, grad, changes, wanted)
-    return tuple(lse.new_empty(0) if x is None else x.contiguous() for x in found)  # type: ignore[return-value]
+    raise NotImplementedError
 
 
 @_backward.register_fake
@@ -133,19 +139,6 @@ def _(grad: Tensor, grad_lse: Tensor, context: Tensor, lse: Tensor, softmax: Ten
         else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x in (query, key, value, *extra)
     )
-
-
-def _through_rest(problem: Problem, gradients: list[Tensor], needs: list[bool]) -> list[Any]:
-    """The gradients by the next implementation, in a thread: an operator's own has no autograd."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors_of(problem)]
-    wanted = (True,) * 3 + (*needs,)
-
-    def work() -> list[Any]:
-        with torch.no_grad():
-            return through_rest(filled(problem, leaves), (LogSumExp(),), gradients, wanted)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

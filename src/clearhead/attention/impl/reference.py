@@ -12,32 +12,44 @@ from clearhead.attention.impl import dropout
 from clearhead.attention.problem import Problem
 from clearhead.readings import Reading, Strip
 
-NAME = "reference"
 INF = float("inf")
 
 
-def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
-    """Return nothing: the reference serves every call."""
-    return []
+class Reference:
+    """The equation on whole matrices, in plain torch operations: it serves every call."""
 
+    name = "reference"
 
-def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
-    """Return softmax(mask(query @ key.T * scale)) @ value, and what was read on the way."""
-    dtype, group = problem.dtype, problem.group
-    query = problem.query.to(dtype)
-    key = problem.key.to(dtype).repeat_interleave(group, -3)
-    value = problem.value.to(dtype).repeat_interleave(group, -3)
-    rows = torch.arange(query.shape[-2], device=query.device)
-    columns = torch.arange(key.shape[-2], device=query.device)
+    def state(self) -> str:
+        """Return "ready": it needs nothing but torch."""
+        return "ready"
 
-    allowed = _allowed(problem, rows, columns)
-    scores = _scores(problem, query, key, allowed)
-    weights, lse = _weights(scores, problem.sinks)
-    strip = Strip(scores, weights, lse, rows, columns, *problem.sizes[2:])
-    values = [reading.finish(reading.part(strip)) for reading in read]
+    def unsupported_reasons(self, problem: Problem, read: tuple[Reading, ...]) -> list[str]:
+        """Return nothing: the reference serves every call."""
+        return []
 
-    mixed = _mix(_drop(problem, weights, rows, columns), value, allowed)
-    return mixed.to(problem.query.dtype), values
+    def attend(self, problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
+        """Return softmax(mask(query @ key.T * scale)) @ value, and the values of the readings."""
+        dtype, group = problem.dtype, problem.group
+        query = problem.query.to(dtype)
+        key = problem.key.to(dtype).repeat_interleave(group, -3)
+        value = problem.value.to(dtype).repeat_interleave(group, -3)
+        rows = torch.arange(query.shape[-2], device=query.device)
+        columns = torch.arange(key.shape[-2], device=query.device)
+
+        allowed = _allowed(problem, rows, columns)
+        scores = _scores(problem, query, key, allowed)
+        weights, lse = _weights(scores, problem.sinks)
+        strip = Strip(scores, weights, lse, rows, columns, *problem.sizes[2:])
+        values = [reading.finish(reading.part(strip)) for reading in read]
+
+        mixed = _mix(_drop(problem, weights, rows, columns), value, allowed)
+        return mixed.to(problem.query.dtype), values
+
+    def readings_only(self, problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
+        """Return the values of the readings, without a gradient."""
+        with torch.no_grad():
+            return self.attend(problem, read)[1]
 
 
 def _allowed(problem: Problem, rows: Tensor, columns: Tensor) -> Tensor:
@@ -87,9 +99,9 @@ def _dot(query: Tensor, key: Tensor) -> Tensor:
     """Return query @ key.T, where a NaN or inf stays with its own edges, in gradients too."""
     if _all_finite(query) and _all_finite(key):
         return query @ key.mT
-    odd_query, odd_key = _odd(query), _odd(key)
-    touched = odd_query.any(-1)[..., :, None] | odd_key.any(-1)[..., None, :]
-    clean = torch.where(odd_query, 0.0, query) @ torch.where(odd_key, 0.0, key).mT
+    bad_query, bad_key = _non_finite(query), _non_finite(key)
+    touched = bad_query.any(-1)[..., :, None] | bad_key.any(-1)[..., None, :]
+    clean = torch.where(bad_query, 0.0, query) @ torch.where(bad_key, 0.0, key).mT
     return torch.where(touched, query.detach() @ key.detach().mT, clean)
 
 
@@ -100,16 +112,16 @@ def _mix(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     edges = allowed.to(value.dtype)
     plus = edges @ (value.isnan() | (value == INF)).to(value.dtype)
     minus = edges @ (value.isnan() | (value == -INF)).to(value.dtype)
-    odd = torch.where(plus > 0, INF, 0.0) + torch.where(minus > 0, -INF, 0.0)
-    return weights @ torch.where(_odd(value), 0.0, value) + odd
+    non_finite = torch.where(plus > 0, INF, 0.0) + torch.where(minus > 0, -INF, 0.0)
+    return weights @ torch.where(_non_finite(value), 0.0, value) + non_finite
 
 
-def _odd(x: Tensor) -> Tensor:
+def _non_finite(x: Tensor) -> Tensor:
     return ~torch.isfinite(x.detach())
 
 
 def _all_finite(x: Tensor) -> bool:
-    """Say whether the stored values are known to be finite; nobody knows while tracing."""
+    """Whether the stored values are known to be finite; they are not known while tracing."""
     if active_transforms() or x.is_meta:
         return False
     return bool(torch.isfinite(x.detach()).all())

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = []
+from clearhead.attention.impl.native.entry import Native
+
+__all__ = ["Native"]

@@ -1,5 +1,7 @@
-"""Attention over strips of rows, on any device."""
+"""Attention over strips of rows, in torch operations on any device."""
 
 from __future__ import annotations
 
-__all__ = []
+from clearhead.attention.impl.tiled.tiled import Tiled
+
+__all__ = ["Tiled"]

@@ -1,7 +1,7 @@
-"""torch's own fused CPU kernel, strip by strip, where it means the same as the spec.
+"""torch's own fused CPU kernel, strip by strip, where it agrees with the reference.
 
-It mixes up NaN and inf, so that it only gets tame numbers; it says 0 for the log-sum-exp of an
-empty row; and it takes a mask as numbers to add.
+It confuses NaN and inf, so that it only receives numbers far from overflow; its log-sum-exp of an
+empty row is 0; and it takes an additive mask.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Rows of a strip under a mask.
 ROWS = 256
 # Products and sums below this are far from overflow in float32.
-TAME = 1e30
+SAFE = 1e30
 # Scores below this are rounded by less than 2**-14.
 CLOSE = 1e3
 HALF = (torch.bfloat16, torch.float16)
 
 
 def serves(problem: Problem) -> bool:
-    """Say whether the context comes from the kernel: only half precision is faster there."""
-    return problem.query.dtype in HALF and _knows(problem)
+    """Whether the kernel computes the context: only half precision is faster there."""
+    return problem.query.dtype in HALF and _agrees(problem)
 
 
 def differentiates(problem: Problem, lse: Tensor | None, gradients: Sequence[Any]) -> bool:
-    """Say whether the kernel gives the gradient: of the context alone, with a known log-sum-exp."""
+    """Whether the kernel computes the gradient: of the context alone, with a known log-sum-exp."""
     context, *readings = gradients
     alone = all(x is None for x in readings)
-    if lse is None or context is None or not alone or not _knows(problem):
+    if lse is None or context is None or not alone or not _agrees(problem):
         return False
-    # It takes weights from scores it computes again, rounded otherwise than the log-sum-exp.
-    return _largest(context) < TAME and _largest(lse.masked_fill(lse == -INF, 0)) < CLOSE
+    # It recomputes the scores, and rounds them differently from the log-sum-exp.
+    return _largest(context) < SAFE and _largest(lse.masked_fill(lse == -INF, 0)) < CLOSE
 
 
-def _knows(problem: Problem) -> bool:
-    """Say whether the kernel means what the spec says, of calls that `_stream` serves."""
+def _agrees(problem: Problem) -> bool:
+    """Whether the kernel agrees with the reference on a call that `stream` serves."""
     query, key, value = (_largest(x) for x in (problem.query, problem.key, problem.value))
     width, source = problem.query.shape[-1], problem.key.shape[-2]
     # It masks before it scales, which turns -inf to inf. Comparisons with NaN are False.
     return (
         problem.scale > 0
         and width == problem.value.shape[-1]
-        and query * key * width * max(problem.scale, 1) < TAME
-        and value * source < TAME
+        and query * key * width * max(problem.scale, 1) < SAFE
+        and value * source < SAFE
     )
 
 
@@ -74,7 +74,7 @@ def attend(problem: Problem) -> Tensor:
         context, _ = FORWARD(query, key, value, is_causal=causal, scale=problem.scale)
         return context.reshape(problem.query.shape)
     samples, heads, rows, width = query.shape
-    # The kernel's own layout: what follows joins the heads of a position without a copy.
+    # The kernel's own layout, in which the heads of a position are adjacent.
     context = query.new_zeros(samples, rows, heads, width).transpose(1, 2)
     for piece, added in _pieces(problem):
         k, v = take(key, piece.columns), take(value, piece.columns)
@@ -117,7 +117,7 @@ def _add(total: Tensor, piece: Piece, x: Tensor) -> None:
 
 
 def _pieces(problem: Problem) -> Any:
-    """Strips that read anything, with the mask as numbers to add."""
+    """Strips with any allowed edge, with their additive mask."""
     height = problem.query.shape[-2] if problem.mask is None else ROWS
     for piece in plan(problem, height):
         if piece.width:
@@ -137,7 +137,7 @@ def _added(problem: Problem, piece: Piece) -> Tensor | None:
 
 
 def _is_causal(problem: Problem) -> bool:
-    """Say whether query i reads sources 0..i, which the kernel knows without a mask."""
+    """Whether query i reads sources 0..i, for which the kernel needs no mask."""
     query, source = problem.query.shape[-2], problem.key.shape[-2]
     if query != source or problem.mask is None:
         return False
@@ -149,7 +149,7 @@ def _is_causal(problem: Problem) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(batch, head, position, width), in strides that a matrix product can take."""
+    """(batch, head, position, width), with strides that a matrix product accepts."""
     x = x.detach()
     x = x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x
     rows, width = x.shape[-2:]

@@ -2,7 +2,7 @@
 
 Scores are turned to base 2 in the pass that subtracts each row's largest, so that exp2, three times
 as fast as exp, makes weights of them. The weights mix the values before a reading sees them, so
-that looking changes nothing, and a row's bits depend on nothing but what the row may read.
+that looking changes nothing, and a row's bits depend only on what the row may read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.attention.impl.tiled.gather import View, gatherers, tiles_of
+from clearhead.attention.impl.tiled.gather import gatherers
 from clearhead.attention.impl.tiled.strips import Piece, plan, take
+from clearhead.attention.impl.tiled.view import View, tiles_of
 from clearhead.attention.problem import Problem
-from clearhead.readings import LogSumExp, PerQuery, Reading
+from clearhead.readings import Reading
 
 __all__ = ["attend", "serves"]
 
@@ -28,30 +29,30 @@ INF = float("inf")
 ROWS, ELEMENTS = 128, 1 << 19
 # Edges of masks that are kept for all strips at once.
 KEPT = 1 << 24
-# Values below LIGHT do not overflow when they are summed up.
+# Values below LIGHT do not overflow in a sum.
 LIGHT = 1e30
 # Scores above this are rounded by more than 2**-8.
 LARGE = float(1 << 16)
 
 
 def serves(problem: Problem) -> bool:
-    """Say whether this module knows the call."""
+    """Whether this pass computes the call."""
     return (
         problem.query.device.type == "cpu"
         and problem.bias is None
         and problem.softcap is None
         and problem.sinks is None
         and problem.seed is None
-        # Not so where it is NaN.
+        # False where the scale is NaN.
         and abs(problem.scale) < LIGHT
         and min(problem.query.numel(), problem.key.numel(), problem.value.numel()) > 0
     )
 
 
 def attend(
-    problem: Problem, wanted: tuple[Reading, ...], mix: bool = True
+    problem: Problem, read: tuple[Reading, ...], mix: bool = True
 ) -> tuple[Tensor | None, Tensor, list[Any]]:
-    """Context (unless not to `mix`), log-sum-exp, and parts: None for readings not known here."""
+    """Context where it is to `mix`, log-sum-exp, and parts: None for readings not gathered here."""
     query, dtype = problem.query, problem.dtype
     lead, rows = query.shape[:-2], query.shape[-2]
     # Rows that no strip holds may read nothing: their sum is 0.
@@ -61,8 +62,8 @@ def attend(
     make = torch.empty if problem.mask is None else torch.zeros
     context = make(prod(lead), rows, problem.value.shape[-1] if mix else 0, dtype=dtype)
     height = _height(problem)
-    found = gatherers(problem, wanted, height)
-    busy = [each for each in found if each]
+    found = gatherers(problem, read, height)
+    busy = [each for each in found if each and each.needs_weights]
     values = _Values(problem.value.flatten(0, -3).to(dtype))
     for view in _views(problem, height, any(each.needs_logs for each in busy), total, shift):
         if mix:
@@ -72,42 +73,42 @@ def attend(
         for each in busy:
             each.see(view)
     lse = torch.where(shift == INF, INF, total.log2().add_(shift).mul_(LN2))
-    positions = torch.arange(rows)
-    parts: list[Any] = [each and each.part(positions, lead) for each in found]
-    for i, reading in enumerate(wanted):
-        if type(reading) is LogSumExp:
-            parts[i] = PerQuery(positions, (lse.view(*lead, rows),))
+    lse, positions = lse.view(*lead, rows), torch.arange(rows)
+    parts: list[Any] = [each and each.part(positions, lse) for each in found]
     mixed = context.view(*lead, rows, -1).to(query.dtype) if mix else None
-    return mixed, lse.view(*lead, rows), parts
+    return mixed, lse, parts
 
 
 class _Values:
-    """What the weights mix. Values that are huge, inf or NaN are kept apart.
+    """What the weights mix. Values that are huge, inf or NaN have a product of their own.
 
-    In the one product they would reach rows that may not read them, as 0 * inf, or overflow.
+    In the common product they would reach rows that may not read them, as 0 * inf, or overflow.
     """
 
     def __init__(self, value: Tensor):
         low, high = torch.aminmax(value)
-        self.value, self.odd = value, None
+        self.value, self.unsafe = value, None
         if not max(high.item(), -low.item(), key=_nan_last) < LIGHT:
-            odd = ~(value.abs() < LIGHT)
-            self.value, self.odd = value.masked_fill(odd, 0), value.masked_fill(~odd, 0)
+            unsafe = ~(value.abs() < LIGHT)
+            self.value, self.unsafe = value.masked_fill(unsafe, 0), value.masked_fill(~unsafe, 0)
 
     def mix(self, view: View, out: Tensor) -> None:
         """Write the weights' mixture of the values, (lead, rows, value_dim)."""
         mixed = self._product(view, view.weights, self.value)
         torch.div(mixed, view.total.unsqueeze(-1), out=out)
-        if self.odd is not None:
-            finite = self.odd.isfinite()
-            huge, odd = self.odd.masked_fill(~finite, 0), self.odd.masked_fill(finite, 0)
-            weights = view.weights / view.total.unsqueeze(-1)
-            weights.masked_fill_(~view.allowed, 0)
-            out += self._product(view, weights, huge)
-            edges = view.allowed.to(out.dtype)
-            for sign in (INF, -INF):
-                met = (odd.isnan() | (odd == sign)).to(out.dtype)
-                out += torch.where(self._product(view, edges, met) > 0, sign, 0.0)
+        if self.unsafe is not None:
+            self._mix_unsafe(view, self.unsafe, out)
+
+    def _mix_unsafe(self, view: View, values: Tensor, out: Tensor) -> None:
+        finite = values.isfinite()
+        huge, non_finite = values.masked_fill(~finite, 0), values.masked_fill(finite, 0)
+        weights = view.weights / view.total.unsqueeze(-1)
+        weights.masked_fill_(~view.allowed, 0)
+        out += self._product(view, weights, huge)
+        edges = view.allowed.to(out.dtype)
+        for sign in (INF, -INF):
+            met = (non_finite.isnan() | (non_finite == sign)).to(out.dtype)
+            out += torch.where(self._product(view, edges, met) > 0, sign, 0.0)
 
     @staticmethod
     def _product(view: View, weights: Tensor, value: Tensor) -> Tensor:
@@ -126,15 +127,15 @@ def _nan_last(x: float) -> float:
 def _views(
     problem: Problem, height: int, logs_too: bool, totals: Tensor, shifts: Tensor
 ) -> Iterator[View]:
-    """Compute strip after strip; a view is only good until the next one comes.
+    """Compute strip after strip; a view is valid until the next one comes.
 
-    What each row's weights sum to, and what was subtracted before, is noted in the two tensors.
+    The two tensors receive what each row's weights sum to and what was subtracted before.
     """
     group, dtype = problem.group, problem.dtype
     query, scale = problem.query.flatten(0, -3), problem.scale
     key = problem.key.flatten(0, -3).to(dtype)
     factor = LOG2E * (scale if scale > 0 else 1)
-    tame = _tame(problem)
+    bounded = _bounded(problem)
     room = [Buffer(dtype), Buffer(dtype)]
     for piece, shut, sources in _jobs(problem, height):
         rows = piece.rows.stop - piece.rows.start
@@ -150,9 +151,9 @@ def _views(
         for side, closed in blocked:
             logs[..., side].masked_fill_(closed, -INF)
         # Where nothing is blocked and nothing overflows, no row is empty.
-        empty = bool(blocked) or not tame
+        empty = bool(blocked) or not bounded
         shift = shifts[leads, piece.rows]
-        _lower(logs, factor, shift, empty, tame)
+        _lower(logs, factor, shift, empty, bounded)
         weights = room[1].take(logs.shape) if logs_too else logs
         torch.exp2(logs, out=weights)
         if logs_too:
@@ -165,13 +166,14 @@ def _views(
         yield View(problem, piece, leads, weights, logs, total, blocked)
 
 
-def _tame(problem: Problem) -> bool:
-    """Say whether no score can be LARGE; without looking at what a mask blocks."""
+def _bounded(problem: Problem) -> bool:
+    """Whether no score can be LARGE, blocked ones included."""
     size = abs(problem.scale) * problem.query.shape[-1]
     for x in (problem.query, problem.key):
         low, high = torch.aminmax(x.detach())
         size *= max(high.item(), -low.item(), key=_nan_last)
-    return size * LOG2E < LARGE  # not so where it is NaN
+    # False where the bound is NaN.
+    return size * LOG2E < LARGE
 
 
 def _height(problem: Problem) -> int:
@@ -183,41 +185,41 @@ def _height(problem: Problem) -> int:
 
 
 def _threads() -> int:
-    """How many second-level caches there are to fill; many strips are better than a few huge."""
+    """How many second-level caches there are to fill; many strips beat a few huge ones."""
     return min(torch.get_num_threads(), 4)
 
 
 def _elements() -> int:
-    """How many elements a buffer has. Several threads need long operations more than a cache."""
+    """How many elements a buffer has. With several threads, long operations matter more."""
     threads = _threads()
     return ELEMENTS * threads * (2 if threads > 1 else 1)
 
 
-def _lower(logs: Tensor, factor: float, top: Tensor, empty: bool, tame: bool) -> None:
+def _lower(logs: Tensor, factor: float, top: Tensor, empty: bool, bounded: bool) -> None:
     """Scale and subtract each row's largest score, in place; write to `top` what was subtracted.
 
-    One multiply-add: the large scores themselves are never rounded.
+    This is one multiply-add, in which large scores are not rounded themselves.
     """
     torch.amax(logs, -1, out=top)
     top.mul_(factor)
     if empty:
         top.masked_fill_(top == -INF, 0)
     torch.add(top.neg().unsqueeze(-1), logs, alpha=factor, out=logs)
-    if tame:
+    if bounded:
         return
     large = top.abs() > LARGE
     if large.any():
-        # Here what rounded the largest score is itself large: its own place is where 0 is.
-        rest = torch.where(large & top.isfinite(), logs.amax(-1), 0)
-        logs.sub_(rest.unsqueeze(-1))
-        top += rest
+        # The rounding of a large score is itself large: subtract again, so that the largest is 0.
+        rounding = torch.where(large & top.isfinite(), logs.amax(-1), 0)
+        logs.sub_(rounding.unsqueeze(-1))
+        top += rounding
 
 
 def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], slice]]:
-    """Strips with where they are blocked, and the source leads to take together.
+    """Strips with their blocked edges, and the source leads that are computed together.
 
-    All strips of a head come together, as its keys then stay in the cache, unless what the mask
-    blocks is too much to keep.
+    All strips of a head come together, because its keys then stay in the cache, unless the blocked
+    edges of all strips are too many to keep.
     """
     leads, held = prod(problem.key.shape[:-2]), height * problem.group
     threads = _threads()
@@ -227,7 +229,7 @@ def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], sli
     edges = sum((piece.rows.stop - piece.rows.start) * piece.shut_width for piece in pieces)
 
     def step(piece: Piece) -> int:
-        """How many source leads a buffer holds; narrow strips come with several heads."""
+        """How many source leads a buffer holds; narrow strips have several heads."""
         size = round(_elements() / (held * piece.width))
         # Each thread multiplies the matrices of whole heads.
         return max(1, size - size % threads if size > threads else size)
@@ -243,7 +245,7 @@ def _jobs(problem: Problem, height: int) -> Iterator[tuple[Piece, list[Any], sli
 
 
 def _shut(problem: Problem, piece: Piece) -> list[tuple[slice, Tensor, Tensor]]:
-    """Columns of the piece with where they are blocked and which tile each lead has."""
+    """Columns of the piece, their blocked edges, and which tile each lead has."""
     if not piece.shut:
         return []
     rows, columns = piece.positions(problem.query.device)
@@ -252,7 +254,7 @@ def _shut(problem: Problem, piece: Piece) -> list[tuple[slice, Tensor, Tensor]]:
 
 
 class Buffer:
-    """Memory that grows to the largest strip and is used again."""
+    """Memory that grows to the largest strip and is reused."""
 
     def __init__(self, dtype: torch.dtype):
         self.held = torch.empty(0, dtype=dtype)

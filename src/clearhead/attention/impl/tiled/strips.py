@@ -15,7 +15,7 @@ from clearhead.readings import Strip
 __all__ = ["Piece", "dot", "mix", "plan", "take", "weigh"]
 
 INF = float("inf")
-# Sources are asked about in blocks of this many, where a mask cannot say its intervals.
+# The width of the tiles that a mask without intervals is queried in.
 WIDTH = 128
 
 
@@ -25,7 +25,7 @@ class Piece:
 
     rows: slice
     columns: slice | Tensor  # a range of sources, or their positions, ascending
-    open: slice  # counted within columns: what every row may read, so that no mask is needed
+    open: slice  # counted within columns: what every row may read, where no mask is needed
 
     @property
     def width(self) -> int:
@@ -90,7 +90,7 @@ def _spans(start: Tensor, stop: Tensor, query: int, source: int, height: int) ->
 
 
 def _sparse(problem: Problem, rows: slice) -> Piece:
-    """Ask block by block, and leave out the sources of the EMPTY ones."""
+    """Query the mask tile by tile, and leave out the sources of the EMPTY ones."""
     query, source = problem.query.shape[-2], problem.key.shape[-2]
     mask, lines = problem.mask, range(rows.start, rows.stop)
     assert mask is not None
@@ -175,12 +175,12 @@ def dot(query: Tensor, key: Tensor, finite: bool) -> Tensor:
     heads, rows = query.shape[-3:-1]
     if finite:
         return _grouped(query, key.mT, rows)
-    odd_query, odd_key = ~query.detach().isfinite(), ~key.detach().isfinite()
+    bad_query, bad_key = ~query.detach().isfinite(), ~key.detach().isfinite()
     group = heads // max(key.shape[-3], 1)
-    odd_source = odd_key.any(-1).repeat_interleave(group, -2)[..., None, :]
-    clean = _grouped(torch.where(odd_query, 0, query), torch.where(odd_key, 0, key).mT, rows)
+    bad_source = bad_key.any(-1).repeat_interleave(group, -2)[..., None, :]
+    clean = _grouped(torch.where(bad_query, 0, query), torch.where(bad_key, 0, key).mT, rows)
     raw = _grouped(query.detach(), key.detach().mT, rows)
-    return torch.where(odd_query.any(-1)[..., :, None] | odd_source, raw, clean)
+    return torch.where(bad_query.any(-1)[..., :, None] | bad_source, raw, clean)
 
 
 def mix(
@@ -195,9 +195,9 @@ def mix(
     nan = value.isnan()
     plus = _grouped(edges, (nan | (value == INF)).to(edges), rows) > 0
     minus = _grouped(edges, (nan | (value == -INF)).to(edges), rows) > 0
-    odd = torch.where(plus, INF, 0.0) + torch.where(minus, -INF, 0.0)
+    non_finite = torch.where(plus, INF, 0.0) + torch.where(minus, -INF, 0.0)
     clean = torch.where(value.detach().isfinite(), value, 0)
-    return _grouped(weights, clean, rows) + odd.to(weights.dtype)
+    return _grouped(weights, clean, rows) + non_finite.to(weights.dtype)
 
 
 def _drop(problem: Problem, strip: Strip) -> Tensor:
@@ -211,7 +211,7 @@ def _drop(problem: Problem, strip: Strip) -> Tensor:
 def _grouped(left: Tensor, right: Tensor, rows: int) -> Tensor:
     """left @ right, where consecutive heads of left share one of right: no copy of right is made.
 
-    The heads of a group stand below each other as further rows.
+    The heads of a group become further rows of one matrix.
     """
     heads, sources = left.shape[-3], right.shape[-3]
     if heads == sources:
@@ -222,6 +222,6 @@ def _grouped(left: Tensor, right: Tensor, rows: int) -> Tensor:
 
 
 def height_for(problem: Problem, elements: int, least: int) -> int:
-    """How many rows a strip of all heads and samples has, so that it keeps to `elements`."""
+    """How many rows a strip of all heads and samples has, to hold at most `elements`."""
     a_row = max(prod(problem.query.shape[:-2]) * problem.key.shape[-2], 1)
     return max(least, elements // a_row)

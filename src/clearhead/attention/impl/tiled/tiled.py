@@ -1,23 +1,23 @@
 """Attention over strips of rows: torch operations on any device, memory linear in the positions.
 
-Plain calls on a CPU take one pass over strips that stay in the cache (`_stream`), half precision
-torch's own fused kernel for the context (`_fused`); all else takes the equation strip by strip
-(`_strips`). What is chosen never depends on `read`, so that looking changes nothing. The backward
-is torch's fused one where it means the same, or computes each strip again under autograd.
+Plain calls on a CPU are one pass over strips that stay in the cache (`stream`), with torch's own
+fused kernel for the context in half precision (`fused`); all other calls evaluate the equation
+strip by strip (`strips`). This choice does not depend on `read`, so that looking changes nothing.
+The backward is torch's fused one where that agrees, or recomputes each strip under autograd.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from clearhead import readings
 from clearhead._core import active_transforms
 from clearhead.attention.impl.autograd import (
     bare,
+    constants,
     filled,
     pull,
     tensors_of,
@@ -35,43 +35,47 @@ from clearhead.attention.impl.tiled.strips import (
     weigh,
 )
 from clearhead.attention.problem import Problem
-from clearhead.readings import BlockMapValue, Blocks, PerQuery, Reading, Strip
+from clearhead.readings import Reading, Strip
 
-NAME = "tiled"
 # Elements in a strip of all heads and samples, and the fewest rows that still make a fair matmul.
 ELEMENTS, ROWS = 1 << 21, 32
 
 
-def unsupported_reasons(problem: Problem, read: tuple[Reading, ...]) -> list[str]:
-    """Say why the call needs the reference: what is watched from outside, or unknown readings."""
-    reasons = active_transforms()
-    inputs = tensors_of(problem)
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs if x is not None):
-        reasons.append("an input is a tensor subclass")
-    if problem.query.is_meta:
-        reasons.append("meta tensors hold nothing to compute with")
-    home = readings.__name__ + "."
-    foreign = any(not type(reading).__module__.startswith(home) for reading in read)
-    if foreign and wants_gradient(problem):
-        reasons.append("a reading that is not clearhead's own has no gradient here")
-    return reasons
+class Tiled:
+    """The implementation in strips. It serves plain tensors on any device."""
 
+    name = "tiled"
 
-def attend(problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
-    """Return the context and the values of the readings."""
-    if not wants_gradient(problem):
-        context, _, parts = _forward(problem, read)
-        return context, [r.finish(part) for r, part in zip(read, parts, strict=True)]
-    specs: list[Any] = []
-    context, *flat = _Tiled.apply(problem, read, specs, *tensors_of(problem))  # type: ignore[misc]
-    return context, pytree.tree_unflatten(flat, specs[0])
+    def state(self) -> str:
+        """Return "ready": it needs nothing but torch."""
+        return "ready"
 
+    def unsupported_reasons(self, problem: Problem, read: tuple[Reading, ...]) -> list[str]:
+        """Return why the call needs the reference: active transforms, inputs or readings."""
+        reasons = active_transforms()
+        inputs = tensors_of(problem)
+        if any(type(x) not in (Tensor, torch.nn.Parameter) for x in inputs if x is not None):
+            reasons.append("an input is a tensor subclass")
+        if problem.query.is_meta:
+            reasons.append("meta tensors hold nothing to compute with")
+        if wants_gradient(problem) and not all(reading.splits_grad for reading in read):
+            reasons.append("a reading does not split its gradient over strips")
+        return reasons
 
-def readings_only(problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
-    """Return the values of the readings alone, without a gradient."""
-    with torch.no_grad():
-        _, _, parts = _forward(problem, read, mix=False)
-        return [reading.finish(part) for reading, part in zip(read, parts, strict=True)]
+    def attend(self, problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
+        """Return the context and the values of the readings."""
+        if not wants_gradient(problem):
+            context, _, parts = _forward(problem, read)
+            return context, [r.finish(part) for r, part in zip(read, parts, strict=True)]
+        trees: list[Any] = []
+        context, *flat = _Tiled.apply(problem, read, trees, *tensors_of(problem))  # type: ignore[misc]
+        return context, pytree.tree_unflatten(flat, trees[0])
+
+    def readings_only(self, problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
+        """Return the values of the readings, without a gradient and without the context."""
+        with torch.no_grad():
+            _, _, parts = _forward(problem, read, mix=False)
+            return [reading.finish(part) for reading, part in zip(read, parts, strict=True)]
 
 
 def _forward(
@@ -80,17 +84,16 @@ def _forward(
     """Context, log-sum-exp where it is known, and the part of each reading."""
     if not stream.serves(problem):
         return _by_strips(problem, read, mix)
-    # What computes the context never depends on what is read.
     by_torch = mix and fused.serves(problem)
     if by_torch and not (read or graph):
         return fused.attend(problem), None, []
     context, lse, parts = stream.attend(problem, read, mix and not by_torch)
     if by_torch:
         context = fused.attend(problem)
-    rest = [i for i, part in enumerate(parts) if part is None]
-    if rest:
-        found = _by_strips(problem, tuple(read[i] for i in rest), mix=False)[2]
-        for i, part in zip(rest, found, strict=True):
+    missing = [i for i, part in enumerate(parts) if part is None]
+    if missing:
+        found = _by_strips(problem, tuple(read[i] for i in missing), mix=False)[2]
+        for i, part in zip(missing, found, strict=True):
             parts[i] = part
     return context, lse, parts
 
@@ -101,18 +104,18 @@ def _by_strips(
     query, value = problem.query, problem.value
     mixed = query.new_empty(*query.shape[:-1], value.shape[-1] if mix else 0)
     parts: list[Any] = [None] * len(read)
-    call = _Call(problem)
-    for piece in call.pieces():
-        strip, allowed = call.weigh(piece)
+    equation = _Equation(problem)
+    for piece in equation.pieces():
+        strip, allowed = equation.weigh(piece)
         if mix:
-            mixed[..., piece.rows, :] = call.mix(piece, strip, allowed)
+            mixed[..., piece.rows, :] = equation.mix(piece, strip, allowed)
         for i, reading in enumerate(read):
             part = reading.part(strip)
             parts[i] = part if parts[i] is None else reading.merge(parts[i], part)
     return mixed, None, parts
 
 
-class _Call:
+class _Equation:
     """The inputs of a call in the dtype it is computed in, and the equation on its strips."""
 
     def __init__(self, problem: Problem):
@@ -130,7 +133,7 @@ class _Call:
         return plan(self.problem, height) or nothing
 
     def cut(self, piece: Piece) -> tuple[Any, ...]:
-        """The piece's share of query, key, value, bias and sinks."""
+        """The piece's slices of query, key, value, bias and sinks."""
         bias = None if self.bias is None else take_bias(self.bias, piece)
         query = self.query[..., piece.rows, :]
         return query, *(take(x, piece.columns) for x in (self.key, self.value)), bias, self.sinks
@@ -149,22 +152,21 @@ def _finite(x: Tensor) -> bool:
 
 
 class _Tiled(torch.autograd.Function):
-    """The forward without a graph; the backward computes strip after strip again."""
+    """The forward without a graph; the backward recomputes strip after strip."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], specs: list, *inputs: Any):
+    def forward(ctx: Any, problem: Problem, read: tuple[Reading, ...], trees: list, *inputs: Any):
         context, lse, parts = _forward(problem, read, graph=True)
         values = [r.finish(part) for r, part in zip(read, parts, strict=True)]
-        flat, spec = pytree.tree_flatten(values)
-        specs.append(spec)
-        ctx.problem, ctx.read, ctx.spec = bare(problem), read, spec
+        flat, tree = pytree.tree_flatten(values)
+        trees.append(tree)
+        ctx.problem, ctx.read, ctx.tree = bare(problem), read, tree
         # Aliases: an output kept on ctx would keep itself alive.
         ctx.parts = pytree.tree_map_only(Tensor, Tensor.detach, parts)
         ctx.save_for_backward(*inputs, context, lse)
         ctx.set_materialize_grads(False)
         flat = [x.view_as(x) for x in flat]
-        shown = pytree.tree_unflatten(flat, spec)
-        ctx.mark_non_differentiable(*(x.max for x in shown if isinstance(x, BlockMapValue)))
+        ctx.mark_non_differentiable(*constants(read, pytree.tree_unflatten(flat, tree)))
         return context, *flat
 
     @staticmethod
@@ -178,10 +180,9 @@ class _Tiled(torch.autograd.Function):
         elif fused.differentiates(problem, lse, gradients):
             found = (*fused.gradient(problem, context, lse, outer), None, None)
         else:
-            given = pytree.tree_unflatten(flat, ctx.spec)
-            pairs = zip(ctx.read, ctx.parts, given, strict=True)
-            shares = [_part_gradient(*each) for each in pairs]
-            found = _strip_gradient(problem, ctx.read, shares, outer, needs)
+            given = pytree.tree_unflatten(flat, ctx.tree)
+            grads = [_part_grad(*each) for each in zip(ctx.read, ctx.parts, given, strict=True)]
+            found = _strip_gradient(problem, ctx.read, grads, outer, needs)
         return None, None, None, *found
 
 
@@ -193,23 +194,23 @@ def _whole_gradient(
     with torch.enable_grad():
         # One tensor may be query, key and value at once: each alias has its own gradient.
         inputs = [None if x is None else x.view_as(x) for x in tensors_of(problem)]
-        call = _Call(filled(problem, inputs))
-        (piece,) = call.pieces(whole=True)
-        strip, allowed = call.weigh(piece)
+        equation = _Equation(filled(problem, inputs))
+        (piece,) = equation.pieces(whole=True)
+        strip, allowed = equation.weigh(piece)
         values = [reading.finish(reading.part(strip)) for reading in read]
-        context = call.mix(piece, strip, allowed).to(problem.query.dtype)
+        context = equation.mix(piece, strip, allowed).to(problem.query.dtype)
         return pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, again)
 
 
-def _part_gradient(reading: Reading, part: Any, given: Any) -> Any:
-    """From the gradient of a value to that of its part; None where there is none."""
-    leaves, spec = pytree.tree_flatten(part)
+def _part_grad(reading: Reading, part: Any, given: Any) -> Any:
+    """From the gradient of a value to that of its merged part; None where there is none."""
+    leaves, tree = pytree.tree_flatten(part)
     with torch.enable_grad():
         leaves = [x.requires_grad_() if _real(x) else x for x in leaves]
-        value = reading.finish(pytree.tree_unflatten(leaves, spec))
+        value = reading.finish(pytree.tree_unflatten(leaves, tree))
     needs = [_real(x) for x in leaves]
     found = pull(pytree.tree_leaves(value), pytree.tree_leaves(given), leaves, needs, False)
-    return pytree.tree_unflatten(found, spec)
+    return pytree.tree_unflatten(found, tree)
 
 
 def _real(x: Any) -> bool:
@@ -217,51 +218,39 @@ def _real(x: Any) -> bool:
 
 
 def _strip_gradient(
-    problem: Problem, read: tuple[Reading, ...], shares: list[Any], outer: Any, needs: Any
+    problem: Problem, read: tuple[Reading, ...], grads: list[Any], outer: Any, needs: Any
 ) -> list[Tensor | None]:
-    call, dtype = _Call(problem), problem.dtype
+    """Gradients of the inputs, from those of the context and of the readings' merged parts."""
+    equation, inputs = _Equation(problem), tensors_of(problem)
     sums = [
-        torch.zeros(x.shape, dtype=dtype, device=x.device) if need else None
-        for x, need in zip(tensors_of(problem), needs, strict=True)
+        torch.zeros(x.shape, dtype=problem.dtype, device=x.device) if need else None
+        for x, need in zip(inputs, needs, strict=True)
     ]
-    for index, piece in enumerate(call.pieces()):
-        cut = [None if x is None else x.detach().to(dtype) for x in call.cut(piece)]
-        cut = [
-            x.requires_grad_() if need and x is not None else x
-            for x, need in zip(cut, needs, strict=True)
-        ]
+    for index, piece in enumerate(equation.pieces()):
+        cut = tuple(_leaf(x, need, problem.dtype)
+                    for x, need in zip(equation.cut(piece), needs, strict=True))  # fmt: skip
         with torch.enable_grad():
-            strip, allowed = call.weigh(piece, tuple(cut))
+            strip, allowed = equation.weigh(piece, cut)
             outputs, gradients = [], []
             if outer is not None:
-                outputs.append(call.mix(piece, strip, allowed, cut[2]))
-                gradients.append(outer[..., piece.rows, :].to(dtype))
-            for reading, share in zip(read, shares, strict=True):
+                outputs.append(equation.mix(piece, strip, allowed, cut[2]))
+                gradients.append(outer[..., piece.rows, :].to(problem.dtype))
+            for reading, grad in zip(read, grads, strict=True):
                 outputs += pytree.tree_leaves(reading.part(strip))
-                gradients += pytree.tree_leaves(_share_of(reading, share, piece, index))
+                gradients += pytree.tree_leaves(reading.part_grad(grad, piece.rows, index))
         _add(sums, piece, pull(outputs, gradients, cut, needs, False))
-    return [
-        None if x is None else x.to(given.dtype)
-        for x, given in zip(sums, tensors_of(problem), strict=True)
-    ]
+    return [None if x is None else x.to(given.dtype) for x, given in zip(sums, inputs, strict=True)]
 
 
-def _share_of(reading: Reading, share: Any, piece: Piece, index: int) -> Any:
-    """What a strip's part gets of the gradient of the merged part."""
-    if isinstance(share, Blocks):
-        return Blocks((share.pieces[index],), share.query, share.source)
-    if isinstance(share, PerQuery):
-        axis, start = cast("Any", reading).axis, piece.rows.start
-        values: Any = (
-            None if x is None else x.narrow(axis, start, piece.rows.stop - start)
-            for x in share.values
-        )
-        return PerQuery(share.queries, tuple(values))
-    return share
+def _leaf(x: Tensor | None, needs_grad: bool, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    x = x.detach().to(dtype)
+    return x.requires_grad_() if needs_grad else x
 
 
 def _add(sums: list[Tensor | None], piece: Piece, found: list[Tensor | None]) -> None:
-    """Add a strip's gradients of query, key, value, bias and sinks in their places."""
+    """Add a strip's gradients of query, key, value, bias and sinks to the sums."""
     for i, (total, x) in enumerate(zip(sums, found, strict=True)):
         if total is None or x is None:
             continue

@@ -1,0 +1,35 @@
+"""How positions are split into the cells of a block map: as torch.tensor_split splits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["by_cell", "cell_bounds"]
+
+
+def cell_bounds(size: int, cells: int) -> list[int]:
+    """Where each cell begins, and where the last one ends.
+
+    >>> cell_bounds(7, 3)
+    [0, 3, 5, 7]
+    """
+    cells = min(cells, size)
+    width, longer = divmod(size, max(cells, 1))
+    return [i * width + min(i, longer) for i in range(cells + 1)]
+
+
+def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
+    """Reduce the last axis cell by cell, split as torch.tensor_split splits it."""
+    size = x.shape[-1]
+    cells = min(cells, size)
+    width, longer = divmod(size, max(cells, 1))
+    cut = longer * (width + 1)
+    parts = []
+    if longer:
+        parts.append(how(x[..., :cut].unflatten(-1, (longer, width + 1)), -1))
+    if cells > longer:
+        parts.append(how(x[..., cut:].unflatten(-1, (cells - longer, width)), -1))
+    return torch.cat(parts, -1) if parts else x
