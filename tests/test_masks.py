@@ -548,7 +548,9 @@ def test_ranges_say_where_they_lie() -> None:
     start = found.start.data_ptr()
     assert found.address_from(3)[0] == start + 12
     heads = masks.lengths([2, 3]) & masks.dense(torch.ones(1, 3, 1, 4, dtype=torch.bool))
-    assert heads.ranges(4).address[2:] == (1, 24, 12, 4)
+    found = heads.ranges(4)
+    assert found is not None
+    assert found.address[2:] == (1, 24, 12, 4)
 
 
 def test_ranges_of_relative_masks_are_looked_up() -> None:
