@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
@@ -15,7 +16,7 @@ import clearhead as ch
 from clearhead import masks, readings
 from clearhead.models import GPT
 from tests.architectures import ALL
-from tests.test_watching import WAYS, Head, functional
+from tests.test_watching import WAYS, Head, functional, sdpa
 
 BY_NAME = {architecture.name: architecture for architecture in ALL}
 LENGTH = 11
@@ -822,6 +823,22 @@ class TestWatched:
             model(ids[:, :-1], attention_mask=masked(model, allowed))
         for record, other in zip(seen, whole, strict=True):
             near(record.value, other.value, 1e-5)
+
+    @torch.no_grad()
+    def test_a_watch_across_two_blocks(self):
+        torch.manual_seed(0)
+        model, x = Head(sdpa, 3), torch.randn(2, 5, 6)
+        first, second = masks.diagonal(1), masks.diagonal(2)
+        stack = contextlib.ExitStack()
+        with ch.knockout(model, first):
+            seen = stack.enter_context(ch.watch(model, read=readings.Weights()))
+            model(x)
+        with stack, ch.knockout(model, second):
+            model(x)
+        assert len(seen) == 2
+        for record, edges in zip(seen, (first, second), strict=True):
+            weights = model.expected(x).masked_fill(edges.dense(5), 0)
+            near(record.value, weights / weights.sum(-1, keepdim=True))
 
     @torch.no_grad()
     def test_through_clearheads_own_kernel(self):

@@ -179,6 +179,23 @@ class TestByWhateverMeans:
             model(torch.randn(2, 5, 6))
         assert [record.module for record in seen] == ["head"]
 
+    def test_a_softmax_of_one_number_is_no_attention(self):
+        class Gated(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head, self.gate = Head(lesson), nn.Linear(6, 6)
+
+            def forward(self, x):
+                left, right = self.gate(x)[0, :2]
+                return self.head(x) * torch.matmul(left, right).softmax(-1)
+
+        model, x = Gated(), torch.randn(2, 5, 6)
+        plainly = model(x)
+        with ch.watch(model, read=WEIGHTS) as seen:
+            assert torch.equal(model(x), plainly)
+        assert [record.module for record in seen] == ["head"]
+        assert not seen.notes
+
     def test_dropout_is_after_the_weights(self):
         q = torch.randn(1, 2, 64, 8)
 
@@ -383,7 +400,26 @@ class TestTorch:
         place = torch.arange(128)
         tilt = 0.1 * torch.arange(1, 5)[:, None, None] * (place - place[:, None])
         scores = q.double() @ spread.double().mT / 4 + tilt
-        near(seen[1].value, scores.masked_fill(~allowed, -math.inf).softmax(-1))
+        want = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+        near(seen[1].value, want)
+        with ch.watch(mix, read=WEIGHTS, heads=[3, 0], calls=1) as seen:
+            mix()
+        near(seen[0].value, want[:, [3, 0]])
+
+    @torch.no_grad()
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_one_pass_leaves_a_score_mod_to_its_own_kernel(self):
+        from torch.nn.attention import flex_attention as flex
+
+        q = torch.randn(1, 2, 128, 16)
+
+        def mix():
+            return flex.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + 0.1 * (i - j))
+
+        plainly = mix()
+        with ch.watch(mix, through=True) as seen:
+            assert torch.equal(mix(), plainly)
+        assert seen[0].check < 1e-5
 
     def test_compiled_model(self):
         model, x = Head(sdpa, 3), torch.randn(2, 5, 6)
@@ -623,6 +659,18 @@ class TestNothingIsLeft:
         with torch.inference_mode(), ch.watch(model) as seen:
             model(x)
         assert len(seen) == 4
+
+    def test_masks_made_in_inference_mode(self):
+        def mix(x, blocked):
+            mask = torch.zeros(5, 5).masked_fill_(blocked, -math.inf)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+        x, blocked = torch.randn(1, 2, 5, 4), torch.ones(5, 5).triu(1).bool()
+        with torch.inference_mode(), ch.watch(mix, read=WEIGHTS) as seen:
+            mix(x, blocked)
+            mix(x, blocked.mT)
+        for record, edges in zip(seen, (~blocked, ~blocked.mT), strict=True):
+            near(record.value, plain(x, x, edges))
 
 
 class TestNothingSeen:

@@ -50,7 +50,8 @@ class Handwritten:
         """Run a softmax; of the product of two activations its result may be weights."""
         scores = args[0] if args else kwargs["input"]
         origin = self._provenance.origin(scores)
-        if origin is None or origin.product is None or not self._sites.listening:
+        scored = origin is not None and origin.product is not None and scores.ndim
+        if origin is None or not scored or not self._sites.listening:
             return self._provenance.run(func, args, kwargs)
         dim = kwargs["dim"] if "dim" in kwargs else (args[1] if len(args) > 1 else None)
         weights = func(*args, **kwargs)
