@@ -1,4 +1,4 @@
-"""The one door to a model: nothing is left behind, in whatever way and order it is left."""
+"""Attaching to a model: nothing is left behind, however and in whatever order blocks end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def identities(owner: Any) -> dict[str, int]:
 
 
 def world(model: nn.Module) -> dict[str, Any]:
-    """Everything that looking into a model could touch: the model, torch and transformers."""
+    """Everything that attaching to a model could change: the model, torch and transformers."""
     from transformers import masking_utils, modeling_utils
     from transformers.generation.utils import GenerationMixin
 
@@ -384,7 +384,7 @@ class TestThreads:
         with ch.watch(model) as seen:
             model(X)
         assert seen[0].module == "here.first"
-        assert seen.notes == ["there: not seen, it ran in another thread than the one that watches"]
+        assert seen.notes == ["there: not seen, it ran in another thread than the watch"]
 
     def test_another_thread_is_left_alone(self):
         model, twin = Stack(), Stack()

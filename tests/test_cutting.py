@@ -492,7 +492,7 @@ class TestGeneration:
     def test_a_mean_over_one_step_is_refused(self):
         one = BY_NAME["Llama"]
         model, inputs = made(one, "sdpa"), one.read()
-        with pytest.raises(ValueError, match="reference: is needed for how='mean' under a cache"):  # noqa: SIM117
+        with pytest.raises(ValueError, match="reference: is needed for how='mean' with a cache"):  # noqa: SIM117
             with ch.ablate(model, [(0, 1)], how="mean"):
                 model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
         with ch.ablate(model, [(0, 1)], how="mean", reference=inputs):
@@ -500,22 +500,22 @@ class TestGeneration:
 
 
 def wrong() -> list[Any]:
-    """What no choice of heads, no model and no edges is."""
+    """Values that are refused as heads, as a model and as edges."""
     return [[(0, 1), 2], "all", 3, [(1, 2, 3)]]
 
 
 class TestProof:
     def test_what_moves_nothing_raises(self):
         model, ids = gpt(), tokens()
-        with pytest.raises(RuntimeError, match="knockout: the cut moved nothing"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="knockout: the cut changed nothing"):  # noqa: SIM117
             with ch.knockout(model, ~masks.causal()):
                 model(ids)
-        with pytest.raises(RuntimeError, match="zero_weights: the cut moved nothing"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="zero_weights: the cut changed nothing"):  # noqa: SIM117
             with ch.zero_weights(model, ~masks.causal(), heads=[(0, 1)]):
                 model(ids)
         model.blocks[0].attention.value_layer.weight.data[:8] = 0
         for how in ("zero", "mean", "resample"):
-            with pytest.raises(RuntimeError, match=r"ablate: the cut moved nothing[^$]*\(0, 0\)"):  # noqa: SIM117
+            with pytest.raises(RuntimeError, match=r"ablate: the cut changed nothing[^$]*\(0, 0\)"):  # noqa: SIM117
                 with ch.ablate(model, [(0, 0)], how=how):
                     model(ids)
 
@@ -525,7 +525,7 @@ class TestProof:
         v = torch.randn(1, 2, 3, 4)
         cut = torch.zeros(3, 3, dtype=torch.bool)
         cut[:, 1] = True
-        with pytest.raises(RuntimeError, match="moved nothing"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="changed nothing"):  # noqa: SIM117
             with ch.knockout(F.scaled_dot_product_attention, cut, heads=0):
                 F.scaled_dot_product_attention(q, k, v)
         with ch.knockout(F.scaled_dot_product_attention, cut, heads=1) as moved:
@@ -562,7 +562,7 @@ class TestProof:
             (ValueError, "layers: count from 0", lambda: ch.knockout(model, every, layers=-1)),
             (
                 ValueError,
-                "heads: says the layers itself",
+                "heads: name their layers themselves",
                 lambda: ch.ablate(model, [(0, 1)], layers=0),
             ),
             (TypeError, "heads: takes head numbers or", lambda: ch.ablate(model, mixed)),
@@ -580,7 +580,7 @@ class TestProof:
             (ValueError, "how: is one of zero", lambda: ch.ablate(model, 0, how="max")),
             (
                 ValueError,
-                "reference: is of no use",
+                "reference: is not used",
                 lambda: ch.ablate(model, 0, reference=tokens()),
             ),
             (TypeError, "model: is a module", lambda: ch.knockout(number, every)),
@@ -594,7 +594,7 @@ class TestProof:
             with pytest.raises(ValueError, match="lies beyond the positions"):  # noqa: SIM117
                 with ch.knockout(model, [(4, 2), pair]):
                     model(ids)
-        with pytest.raises(RuntimeError, match="moved nothing"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="changed nothing"):  # noqa: SIM117
             with ch.knockout(model, [(0, 3)]):
                 model(ids)
 
@@ -615,7 +615,10 @@ class TestProof:
 
     def test_no_samples_move_nothing(self):
         model = gpt()
-        with pytest.raises(RuntimeError, match="moved nothing"), ch.knockout(model, masks.causal()):
+        with (
+            pytest.raises(RuntimeError, match="changed nothing"),
+            ch.knockout(model, masks.causal()),
+        ):
             model(tokens()[:0])
 
     def test_heads_from_a_generator(self):
@@ -733,7 +736,7 @@ class TestTogether:
     def test_an_inner_block_that_moves_nothing_is_found(self):
         model, ids = gpt(), tokens()
         with (
-            pytest.raises(RuntimeError, match="moved nothing"),
+            pytest.raises(RuntimeError, match="changed nothing"),
             ch.knockout(model, masks.diagonal(1)),
             ch.knockout(model, ~masks.causal()),
         ):

@@ -1,4 +1,4 @@
-"""What watching keeps: packed and off the heap until it is asked for; then it is as any tensor."""
+"""Values of records: packed and off the heap until they are read, then ordinary tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Deep(nn.Module):
 
 
 class TestWaiting:
-    """What was read waits packed until it is asked for; then it is as any tensor."""
+    """Values stay packed until they are read, and are then ordinary tensors."""
 
     READ = (readings.Entropy(), readings.TopK(8), readings.Received(), readings.BlockMap(4))
 

@@ -43,7 +43,7 @@ class Handwritten:
 
     @property
     def unmet(self) -> set[str]:
-        """The modules with a softmax of a product whose weights have not met a value."""
+        """The modules with a softmax of a product that was not multiplied by a value yet."""
         return set(self._pending.values())
 
     def softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,9 +103,11 @@ class Handwritten:
                 continue
             if not origin.softmax.used:
                 pair = weights, operands[1 - at]
-                return self._attention(Meeting(func, args, out, origin, origin.softmax, *pair, at))
+                return self._attention(
+                    ValueProduct(func, args, out, origin, origin.softmax, *pair, at)
+                )
             module = origin.softmax.module
-            self._handler.unseen(module, "its weights meet values in several pieces")
+            self._handler.unseen(module, "its weights are multiplied by several values")
         if any(_is_parameter(x) for x in operands):
             self._provenance.follow(func, args, kwargs, out)
         else:
@@ -125,17 +127,17 @@ class Handwritten:
         origin = Origin(left, product=(left, right), heads=heads, scale=scale * alpha)
         self._provenance.mark(out, origin)
 
-    def _attention(self, meeting: Meeting) -> Tensor:
-        """Report weights that meet a value to the handler, which may change the context."""
-        found, out = meeting.softmax, meeting.out
+    def _attention(self, product: ValueProduct) -> Tensor:
+        """Report a product of weights and value to the handler, which may change the context."""
+        found, out = product.softmax, product.out
         self._pending.pop(id(found), None)
-        axes = _axes(meeting)
+        axes = _axes(product)
         if isinstance(axes, str):
             self._handler.unseen(found.module, axes)
             return out
         found.used = True
         interface = self._sites.interface
-        call, lead = _described(meeting, axes)
+        call, lead = _described(product, axes)
         how = "eager" if interface else "handwritten"
         call = replace(call, key=interface.key if interface else None, how=how)
         located = self._sites.locate(call, found.roots)
@@ -148,7 +150,7 @@ class Handwritten:
             out = changed.reshape(context.shape).permute(back)
         found.scores = found.weights = out.new_empty(0)
         self._sites.seen()
-        self._provenance.mark(out, Origin(meeting.origin.root))
+        self._provenance.mark(out, Origin(product.origin.root))
         return out
 
 
@@ -177,8 +179,8 @@ HANDWRITTEN = {
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A product in which the weights of a softmax meet a value."""
+class ValueProduct:
+    """A product of the weights of a softmax and a value."""
 
     func: Any
     args: tuple[Any, ...]
@@ -204,9 +206,9 @@ def _is_parameter(x: Tensor) -> bool:
     return isinstance(x, Parameter) or (isinstance(x._base, Parameter) and x.ndim <= 2)
 
 
-def _described(meeting: Meeting, axes: Axes) -> tuple[EagerCall, tuple[int, int]]:
+def _described(product: ValueProduct, axes: Axes) -> tuple[EagerCall, tuple[int, int]]:
     """Describe the attention, and give the sizes of its batch and head axes."""
-    found, weights = meeting.softmax, meeting.weights
+    found, weights = product.softmax, product.weights
     folded = [x.permute(axes.weights) for x in _unfolded(found, weights)]
     sources, before = axes.value.shape[-2], folded[0].shape[:-2]
     heads = found.heads or (found.scores.shape[-3] if weights.ndim < found.scores.ndim else None)
@@ -216,7 +218,7 @@ def _described(meeting: Meeting, axes: Axes) -> tuple[EagerCall, tuple[int, int]
         lse = torch.logsumexp(scores.float() if scores.dtype != torch.float64 else scores, -1)
     spread = axes.value.expand(*before, *axes.value.shape[-2:])
     met = weights.permute(axes.weights)
-    dropped = met.reshape(*lead, *met.shape[-2:])[..., :sources] if meeting.origin.dropped else None
+    dropped = met.reshape(*lead, *met.shape[-2:])[..., :sources] if product.origin.dropped else None
     call = EagerCall(
         scores=scores[..., :sources],
         weights=made[..., :sources],
@@ -225,13 +227,13 @@ def _described(meeting: Meeting, axes: Axes) -> tuple[EagerCall, tuple[int, int]
         sink_scores=scores[..., sources:] if sources < scores.shape[-1] else None,
         dropped=dropped,
         scale=found.scale,
-        dropout=float(meeting.origin.dropped),
+        dropout=float(product.origin.dropped),
     )
     return call, lead
 
 
-def _same_shape(weights: Tensor, found: Softmax, swapped: bool) -> bool:
-    """Whether weights have their shape of before, but for sources cut off: handwritten sinks."""
+def _shape_unchanged(weights: Tensor, found: Softmax, swapped: bool) -> bool:
+    """Whether weights have the shape from the softmax, except for sinks that were cut off."""
     now, then = list(weights.shape), list(found.weights.shape)
     if swapped:
         now[-2:] = now[:-3:-1]
@@ -246,7 +248,7 @@ def _folds(weights: Tensor, scores: Tensor) -> bool:
 
 
 def _unfolded(found: Softmax, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Give scores and weights the axes that the weights had when they met the value."""
+    """Give scores and weights the axes that the weights have in the product with the value."""
     if weights.ndim == found.scores.ndim:
         return found.scores, found.weights
     return found.scores.flatten(0, 1), found.weights.flatten(0, 1)
@@ -272,14 +274,14 @@ def _groups(value: Tensor, lead: torch.Size) -> bool:
     return value.shape[-3] == 1 or value.stride(-3) == 0
 
 
-def _axes(meeting: Meeting) -> Axes | str:
-    """Find the axes, or say why the product is no attention that can be seen."""
-    origin, found, weights = meeting.origin, meeting.softmax, meeting.weights
-    if not _folds(weights, found.scores) and not _same_shape(weights, found, origin.swapped):
+def _axes(product: ValueProduct) -> Axes | str:
+    """Find the axes, or the reason why the product cannot be read as attention."""
+    origin, found, weights = product.origin, product.softmax, product.weights
+    if not _folds(weights, found.scores) and not _shape_unchanged(weights, found, origin.swapped):
         return "its weights were reshaped between softmax and value"
-    axes = _einsum_axes(meeting) if meeting.func is torch.einsum else _product_axes(meeting)
+    axes = _einsum_axes(product) if product.func is torch.einsum else _product_axes(product)
     if isinstance(axes, Axes) and not _broadcasts(axes, weights):
-        return "its weights meet a value of other axes"
+        return "its weights are multiplied by a value of other axes"
     return axes
 
 
@@ -291,35 +293,35 @@ def _broadcasts(axes: Axes, weights: Tensor) -> bool:
     return len(given) <= len(lead) and all(size in (1, other) for size, other in pairs)
 
 
-def _product_axes(meeting: Meeting) -> Axes | str:
-    found, weights, value = meeting.softmax, meeting.weights, meeting.value
+def _product_axes(product: ValueProduct) -> Axes | str:
+    found, weights, value = product.softmax, product.weights, product.value
     if weights.ndim < 2 or value.ndim < 2:
-        return "its weights meet a vector"
+        return "its weights are multiplied by a vector"
     if found.dim != found.scores.ndim - 1:
         return f"its softmax runs over axis {found.dim}, which is not that of the sources"
-    same, axes = tuple(range(weights.ndim)), tuple(range(meeting.out.ndim))
-    if meeting.at == 0 and not meeting.origin.swapped:
+    same, axes = tuple(range(weights.ndim)), tuple(range(product.out.ndim))
+    if product.at == 0 and not product.origin.swapped:
         return Axes(same, axes, value)
-    if meeting.at == 1 and meeting.origin.swapped:
+    if product.at == 1 and product.origin.swapped:
         return Axes(same, (*axes[:-2], axes[-1], axes[-2]), value.mT)
-    return "its weights are multiplied from the other side than the softmax normalised"
+    return "its softmax runs over another axis than the product sums"
 
 
-def _einsum_axes(meeting: Meeting) -> Axes | str:
-    equation, weights, value = meeting.args[0], meeting.weights, meeting.value
-    if not isinstance(equation, str) or len(list(tensors(meeting.args[1:]))) != 2:
-        return "its einsum has other than two operands"
+def _einsum_axes(product: ValueProduct) -> Axes | str:
+    equation, weights, value = product.args[0], product.weights, product.value
+    if not isinstance(equation, str) or len(list(tensors(product.args[1:]))) != 2:
+        return "its einsum does not have two operands"
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     subs = inputs.split(",")
-    ours = _spell(subs[meeting.at], weights.ndim)
-    theirs = _spell(subs[1 - meeting.at], value.ndim)
-    result = _spell(output, meeting.out.ndim) if arrow else ""
+    ours = _spell(subs[product.at], weights.ndim)
+    theirs = _spell(subs[1 - product.at], value.ndim)
+    result = _spell(output, product.out.ndim) if arrow else ""
     source = [x for x in ours if x in theirs and x not in result]
     query = [x for x in ours if x in result and x not in theirs]
     width = [x for x in theirs if x in result and x not in ours]
     if not (len(source) == len(query) == len(width) == 1):
-        return f"its einsum {equation!r} is no mixture of values by weights"
-    if weights.ndim != meeting.softmax.scores.ndim or meeting.softmax.dim != ours.index(source[0]):
+        return f"its einsum {equation!r} does not sum values by weights"
+    if weights.ndim != product.softmax.scores.ndim or product.softmax.dim != ours.index(source[0]):
         return "its softmax does not run over the axis that is summed"
     lead = [x for x in ours if x not in (source[0], query[0])]
     return Axes(

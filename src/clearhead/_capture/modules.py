@@ -121,7 +121,7 @@ class Modules:
         whole, found = type(self.model).__name__, {}
         for name in sorted(self.ran - {""}):
             of = type(self._modules[name]).__name__
-            # in RecurrentGemmaMLP only MLP says what it does
+            # Of RecurrentGemmaMLP in RecurrentGemma only MLP names what the module does.
             same = sum(1 for _ in takewhile(_alike, zip(of, whole, strict=False)))
             if _RECURS.search(of[same:]) and not any(_within(other, name) for other in seen):
                 found[name] = of
@@ -184,7 +184,7 @@ class Sites:
 
     @property
     def listening(self) -> bool:
-        """Whether a call made now belongs to the model, and is no second run of a checkpoint."""
+        """Whether a call made now belongs to the model, and is not recomputed by a checkpoint."""
         return self._modules.active and torch._C._current_graph_task_id() == -1
 
     @property
@@ -219,8 +219,8 @@ class Sites:
     def locate(self, call: Call, roots: tuple[int, int] | None) -> Call:
         """Give the call its module, layer, number and kind."""
         if self._reads_values and call.value.is_meta:
-            rule = "is on the meta device, where tensors have no values to look at"
-            raise value_error("model", rule, hint="clearhead.estimate asks for shapes only")
+            rule = "is on the meta device, where tensors have no values"
+            raise value_error("model", rule, hint="clearhead.estimate needs shapes only")
         module = self.running
         layer = self._layers.setdefault(module, len(self._layers))
         number = self._calls[module] = self._calls.get(module, -1) + 1
@@ -242,10 +242,10 @@ def nothing_seen(modules: Modules, notes: list[str]) -> str:
     lines = ["watch: no attention call of the model was seen"]
     lines += [f"  {note}" for note in notes]
     if modules.elsewhere:
-        lines.append("  the model ran in another thread than the one that watches")
+        lines.append("  the model ran in another thread than the watch")
         lines.append("  to do: call it in the thread of the with block")
     elif modules.names and not modules.ran:
         lines.append("  the model was not called inside the block")
     elif mixers := modules.mixers():
-        lines.append("  to mix positions it seems to use " + ", ".join(mixers))
+        lines.append("  classes that may mix positions without attention: " + ", ".join(mixers))
     return "\n".join(lines)

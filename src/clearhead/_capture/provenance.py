@@ -67,7 +67,7 @@ class Softmax:
     heads: int | None
     module: str
     scale: float
-    used: bool = False  # whether its weights have met a value
+    used: bool = False  # whether its weights were multiplied by a value
 
 
 @dataclass(frozen=True)

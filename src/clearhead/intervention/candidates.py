@@ -37,7 +37,7 @@ def candidates(
 ) -> list[Candidate]:
     """List what is cut: each of several edges, each source, or each of the selected heads."""
     if edges is not None and sources is not None:
-        raise value_error("edges", "and sources are two questions", hint="call effects twice")
+        raise value_error("edges", "and sources exclude each other", hint="call effects twice")
     if sources is not None:
         listed = [_position("sources", source) for source in sources]
         return _some("sources", [Candidate(source, _column(source), where) for source in listed])

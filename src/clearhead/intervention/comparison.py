@@ -1,4 +1,4 @@
-"""effects(): how much weight ran over an edge, beside what changes when it is cut."""
+"""effects(): the attention weight of an edge or head beside the effect of cutting it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from clearhead.intervention.trials import Baseline, EdgeWeights, after_cuts, lik
 
 __all__ = ["Effect", "Effects", "effects"]
 
-# Of fewer cuts the ranks say nothing: of two they always agree or always disagree.
+# A rank correlation of fewer cuts has no meaning: that of two is always 1 or -1.
 FEW = 5
-# Effects up to this are none: of a log-probability in nats, and as a share of another metric.
+# Effects up to this count as zero: of a log-probability in nats, or a share of another metric.
 _NATS, _SHARE = 0.01, 1e-3
 
 
 @dataclass(frozen=True)
 class Effect:
-    """One cut: how much weight lay there, and by how much the metric changed without it."""
+    """One cut: the weight that lay there, and the change of the metric without it."""
 
     cut: Any  # (query, source), a source, a (layer, head) or a Mask
     weight: float
@@ -33,7 +33,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects(Sequence[Effect]):
-    """The cuts in the order asked for, and the metric `before` any."""
+    """One row a cut, in the order of the arguments, and the metric `before` any cut."""
 
     rows: list[Effect] = field(repr=False)
     before: float
@@ -52,21 +52,21 @@ class Effects(Sequence[Effect]):
 
     @property
     def rank_correlation(self) -> float:
-        """Spearman's correlation of weight and size of the effect; NaN where one is constant."""
+        """Spearman's correlation of weight and absolute effect; NaN where one is constant."""
         return _spearman([row.weight for row in self], [abs(row.effect) for row in self])
 
     @property
     def words(self) -> str:
-        """Say how good a guide to the effect the weight is here, where so few numbers can tell."""
+        """Describe how well the weight predicts the effect, where there are enough cuts to tell."""
         found = self.rank_correlation
         if len(self) < FEW:
             return (
-                f"compare weight and change by eye: of fewer than {FEW} cuts the ranks tell nothing"
+                f"compare weight and change by eye: fewer than {FEW} cuts have no rank correlation"
             )
         if max(abs(row.effect) for row in self) <= self.small:
             return "here no cut makes a difference, whatever its weight"
         if math.isnan(found):
-            return "here there is too little to compare weight and effect"
+            return "here weight and effect vary too little to be compared"
         number = f"(rank correlation {found:.2f})"
         if found >= 0.8:
             return (
@@ -102,7 +102,7 @@ def effects(
     position: int = -1,
     batch: int | None = None,
 ) -> Effects:
-    """Cut one thing after the other, and set the weight it had beside the effect of the cut.
+    """Cut edges, sources or heads one at a time; compare their weights with the effects.
 
     >>> import torch, clearhead as ch
     >>> model = ch.models.load()
@@ -111,26 +111,27 @@ def effects(
     >>> table[0].cut, table[0].weight > 0
     ((3, 0), True)
 
-    What is cut, one row of the table for each:
+    What is cut, each in a row of its own:
 
     - `edges`: a list of (query, source) pairs or of masks, each cut in all chosen layers and heads;
     - `sources`: positions, each cut from every query but its own;
-    - neither: every one of the chosen heads, whole, or only its `edges` where that is one mask.
+    - neither: each of the chosen heads, as a whole, or only its `edges` where that is one mask.
 
     The weight of edges is summed over the sources of each query that has such an edge, and averaged
-    over those queries, the heads and the samples. A whole head has all of its weight on all of its
-    edges; its weight here is its confidence, the mean of the largest weight (Voita et al. 2019).
+    over those queries, the heads and the samples. The weights of a whole head sum to one in each
+    row; its weight here is its confidence, the mean of the largest weight (Voita et al. 2019).
 
-    - `metric`: makes a number of the model's output; by default the log-probability (in nats) of
-      what the model predicts at `position` as it is. The effect is the metric after less before.
-      `words` of the table, its last line, says how good a guide to the effect the weight is.
+    - `metric`: a function of the model's output that returns one number; by default the
+      log-probability (in nats) of the token that the model, without cuts, predicts at `position`.
+      The effect is the metric after the cut minus the metric before.
     - `layers`, `heads`: as in `knockout`.
     - `batch`: how many cuts share a forward; as many as fit into moderate memory unless given.
 
-    An edge that no call has, such as one of the future in a causal model, is a ValueError.
+    The last line of the table, `words`, describes how well the weight predicts the effect. An edge
+    that no call has, such as one of the future in a causal model, is a ValueError.
 
-    Several cuts share a forward where the model runs samples apart, along the first axis of its
-    inputs; where it does not, each has its own.
+    Several cuts share a forward where samples, along the first axis of the inputs, do not affect
+    each other in the model; otherwise each cut has a forward of its own.
     """
     edges = listed(edges)
     with torch.no_grad():
@@ -154,7 +155,7 @@ def effects(
 
 
 def _spearman(left: list[float], right: list[float]) -> float:
-    """Correlate the ranks, ties sharing their mean rank (Spearman 1904)."""
+    """Compute the correlation of ranks, where ties get their mean rank (Spearman 1904)."""
     x, y = (torch.tensor(_ranks(values), dtype=torch.float64) for values in (left, right))
     x, y = x - x.mean(), y - y.mean()
     size = (x.square().sum() * y.square().sum()).sqrt()

@@ -54,7 +54,7 @@ class Offsets:
 class Cut:
     """One thing that is done to some heads, in the whole batch or in some samples of it."""
 
-    reason = "the outputs of the heads are what they were before"
+    reason = "the outputs of the heads are the same as before"
 
     def __init__(self, selection: HeadSelection, samples: slice = slice(None)) -> None:
         self.selection = selection
@@ -62,7 +62,7 @@ class Cut:
         self.moved: dict[tuple[int, int], float] = {}
 
     def context(self, context: Tensor, call: Call, heads: list[int], offsets: Offsets) -> Tensor:
-        """Return the context that replaces the one of these heads; edges are cut before."""
+        """Return another context for these heads; edges have been cut before."""
         return context
 
 
@@ -70,7 +70,7 @@ class EdgeCut(Cut):
     """Removes edges before the softmax."""
 
     before_softmax = True
-    reason = "no weight lies on these edges in the chosen heads, or they read values of zero"
+    reason = "no weight lies on these edges in the chosen heads, or their values are zero"
 
     def __init__(self, edges: Mask, selection: HeadSelection, samples: slice = slice(None)) -> None:
         super().__init__(selection, samples)

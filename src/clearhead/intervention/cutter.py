@@ -29,7 +29,7 @@ from clearhead.masks import Mask
 
 __all__ = ["Cutter", "OtherBatch", "cutting"]
 
-# Rows of the first call of a layer that are computed again, and how far they may be off.
+# Rows of the first call of a layer that are recomputed, and a factor on their tolerance.
 _SAMPLED = 4
 _SLACK = 4.0
 
@@ -61,7 +61,7 @@ class Cutter(Handler):
         self._offsets: dict[tuple[str, str], Offsets] = {}
 
     def after(self, call: Call, context: Tensor) -> Tensor | None:
-        """Return the context after all cuts, or None where none of them is of this call."""
+        """Return the context after all cuts, or None where no cut acts on this call."""
         self.names[call.layer], self.totals[call.layer] = call.module, call.sizes.head
         if not context.numel():
             return None
@@ -122,7 +122,7 @@ class Cutter(Handler):
         return edits.without(call, masks.dense(blocked.to(call.device)))
 
     def _check(self, cuts: list[Cut], call: Call, own: Tensor) -> None:
-        """Make sure, once for each layer, that the context is what a cut would compute again."""
+        """Check, once for each layer, that recomputing the call gives the model's context."""
         if call.layer in self._checked or not any(isinstance(cut, EdgeCut) for cut in cuts):
             return
         self._checked.add(call.layer)
@@ -132,8 +132,8 @@ class Cutter(Handler):
         if off is not None and off > _SLACK * torch.finfo(own.dtype).eps ** 0.5 * (1 + size):
             where = f"layer {call.layer} ({call.module or 'the model'})"
             raise RuntimeError(
-                f"{where}: its edges cannot be cut: between softmax and value it does more than "
-                f"mix; the context made again is off by {off:.2g}"
+                f"{where}: its edges cannot be cut: its context is not weights times values; "
+                f"recomputed, it differs by {off:.2g}"
             )
 
     def _locate(self, call: Call) -> Offsets:
@@ -168,14 +168,14 @@ class Cutter(Handler):
             self._start = self._loop.cached
 
     def finish(self, name: str, cut: Cut) -> None:
-        """Raise where the cut reached nothing, or moved nothing."""
+        """Raise where the cut reached nothing, or changed nothing."""
         self.reached(name, cut)
         if any(moved > 0 for moved in cut.moved.values()):
             return
         heads = sorted(cut.moved)
         some = ", ".join(map(str, heads[:6])) + (", ..." if heads[6:] else "")
         lines = [
-            f"{name}: the cut moved nothing",
+            f"{name}: the cut changed nothing",
             f"  {cut.reason}",
             f"  (layer, head) reached: {some}",
         ]
@@ -209,7 +209,7 @@ def _after_cuts(
             moved = (context - before).abs().nan_to_num(0.0).amax((0, 2, 3)).float()
             size = own.abs().nan_to_num(0.0).amax()
             if isinstance(cut, EdgeCut) and 0 < moved.max() < 1e-3 * size:
-                # This may be rounding alone: it counts where there was weight to cut.
+                # This may be rounding alone: it counts only where there was weight to cut.
                 weight = edits.weight_on(call, cut.edges(call, heads, offsets))
                 moved = moved * (weight.amax((0, 2)) > 0)
         for head, value in zip(heads, moved.tolist(), strict=True):
@@ -219,7 +219,7 @@ def _after_cuts(
 
 
 def _cut(cuts: list[Cut], call: Call, own: Tensor, heads: list[int], offsets: Offsets) -> Tensor:
-    """Compute the context of some heads again: without edges, without weights, then replaced."""
+    """Recompute the context of some heads: without edges, without weights, then replaced."""
     pairs = [(x, x.edges(call, heads, offsets)) for x in cuts if isinstance(x, EdgeCut)]
     removed = [edges for cut, edges in pairs if cut.before_softmax]
     zeroed = [edges for cut, edges in pairs if not cut.before_softmax]

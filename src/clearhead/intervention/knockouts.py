@@ -45,7 +45,7 @@ def knockout(
     - `heads`: head numbers, in all of `layers`, or (layer, head) pairs. All unless given.
 
     The block yields the cut; its `moved` has the largest change of the output of each (layer,
-    head). A block that moved nothing raises a RuntimeError on leaving; a layer or head that the
+    head). A block that changed nothing raises a RuntimeError on leaving; a layer or head that the
     model does not have is a ValueError.
     """
     cut = EdgeCut(as_edges(edges), select_heads(layers, heads))
@@ -108,7 +108,7 @@ def ablate(
         raise value_error("how", f"is one of {', '.join(HOW)}", got=repr(how))
     if how == "zero" and reference is not None:
         raise value_error(
-            "reference", "is of no use to how='zero'", hint="how='mean', or 'resample'"
+            "reference", "is not used with how='zero'", hint="how='mean', or 'resample'"
         )
     outputs = None if reference is None else contexts(model, reference)
     cut = Ablation(how, outputs, seed, select_heads(layers, heads))

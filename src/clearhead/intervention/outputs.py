@@ -47,13 +47,13 @@ class Ablation(Cut):
             if offsets.query > 0:
                 raise value_error(
                     "reference",
-                    f"is needed for how={self.how!r} under a cache: a step has few positions",
+                    f"is needed for how={self.how!r} with a cache: a step has too few positions",
                     hint="give inputs of the model; the outputs of a run on them are taken",
                 )
             return context
         runs = self.reference.get(call.layer)
         if runs is None:
-            raise value_error("reference", f"made no call of layer {call.layer} ({call.module})")
+            raise value_error("reference", f"has no call of layer {call.layer} ({call.module})")
         kept = runs[call.call % len(runs)][:, heads]
         return kept.transpose(0, 1).flatten(1, 2)[None].to(context)
 

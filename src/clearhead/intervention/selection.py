@@ -67,9 +67,9 @@ def select_heads(layers: Any, heads: Any) -> HeadSelection:
     if which is not None and min(which) < 0:
         raise value_error(
             "layers",
-            "count from 0: how many there are is known only after a run",
+            "count from 0: their number is known only after a run",
             got=list(which),
-            hint="see the numbers with watch, whose records have them as record.layer",
+            hint="watch(model) lists the numbers: record.layer",
         )
     given: Any = [heads] if isinstance(heads, Integral) or _is_tuple(heads) else heads
     given = list(given) if isinstance(given, Iterator) else given
@@ -77,7 +77,7 @@ def select_heads(layers: Any, heads: Any) -> HeadSelection:
         return HeadSelection(which, numbers("heads", given), None)
     if which is not None:
         raise value_error(
-            "heads", "says the layers itself where it holds pairs", got=f"layers={list(which)}",
+            "heads", "name their layers themselves as pairs", got=f"layers={list(which)}",
             hint="give (layer, head) pairs alone, or layers= and head numbers",
         )  # fmt: skip
     pairs = tuple(_pair(head) for head in given)

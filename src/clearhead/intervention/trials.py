@@ -72,7 +72,7 @@ class EdgeWeights:
         if none and (every or len(none) == len(self.candidates)):
             raise value_error(
                 "edges",
-                "are some that the model's own mask allows, in the chosen layers and heads",
+                "must be allowed by the model's own mask, in the chosen layers and heads",
                 got=f"{none[0].name if every else none[0].edges!r}, which is blocked there",
                 hint="watch(model) has the mask of each call: record.mask",
             )
@@ -108,7 +108,7 @@ def after_cuts(
     step: int,
     before: float,
 ) -> list[float]:
-    """Measure after each cut: several in one forward, or where the model cannot, one by one."""
+    """Measure after each cut: several in one forward, or one by one where samples interact."""
     found: list[float] = []
     for start in range(0, len(things), step):
         some = things[start : start + step]
@@ -127,7 +127,7 @@ def _alone(model: Any, inputs: Any, thing: Candidate, measure: Callable[[Any], A
 def _together(
     model: Any, inputs: Any, things: list[Candidate], measure: Callable[[Any], Any], before: float
 ) -> list[float] | None:
-    """Run the batch once more for each cut, and once uncut to see that samples stay apart."""
+    """Repeat the batch for each cut, and once without to check that samples do not interact."""
     size, copies = _samples(inputs), len(things) + 1
     slices = [slice(at * size, (at + 1) * size) for at in range(copies)]
     cuts = [thing.cut(at) for thing, at in zip(things, slices[1:], strict=True)]
@@ -143,7 +143,7 @@ def _together(
 
 
 def _samples(inputs: Any) -> int:
-    """How many samples the inputs hold: the size of the first axis of the first tensor."""
+    """Give the number of samples: the size of the first axis of the first tensor."""
     sizes = [x.shape[0] for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim]
     return sizes[0] if sizes else 1
 
@@ -157,7 +157,7 @@ def _repeated(inputs: Any, size: int, copies: int) -> Any:
 
 
 def _sliced(output: Any, at: slice, size: int) -> Any:
-    """Give the part of an output that belongs to some samples."""
+    """Select the part of an output that belongs to some samples."""
 
     def part(x: Any) -> Any:
         return x[at] if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else x
@@ -166,7 +166,7 @@ def _sliced(output: Any, at: slice, size: int) -> Any:
 
 
 def likelihood(output: Any, position: int) -> Callable[[Any], Tensor]:
-    """Measure the log-probability of what the model predicts at a position before any cut."""
+    """Make the metric: the log-probability of the token predicted without cuts at a position."""
     logits = _logits(output)
     size = logits.shape[-2]
     if not -size <= position < size:
@@ -191,7 +191,7 @@ def _logits(output: Any) -> Tensor:
             else type(found).__name__
         )
         raise value_error(
-            "metric", "is needed where the output is no logits (..., position, token)", got=got,
+            "metric", "is needed where the output is not logits (..., position, token)", got=got,
             hint="metric=lambda output: ... gives one number",
         )  # fmt: skip
     return found

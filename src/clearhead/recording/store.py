@@ -16,7 +16,7 @@ from clearhead.masks import Mask
 __all__ = ["SCHEMA", "VERSION", "read", "write"]
 
 SCHEMA, VERSION = "clearhead.seen", 1
-# Masks with more edges than this are left out: the readings are what is kept.
+# Masks with more edges than this are left out: the file is for the readings.
 _MASK_LIMIT = 1 << 26
 
 
@@ -28,7 +28,7 @@ class Writer:
         self._masks: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> str:
-        """Keep a tensor, under a name."""
+        """Add a tensor, and return its name."""
         name = f"t{len(self.tensors)}"
         self.tensors[name] = tensor.detach().cpu().contiguous().clone()
         return name
@@ -98,7 +98,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def value(outline: Any, tensors: dict[str, Tensor]) -> Any:
-    """Put a value together again."""
+    """Rebuild a value from its outline."""
     if isinstance(outline, str):
         return tensors[outline]
     if isinstance(outline, dict):
@@ -108,7 +108,7 @@ def value(outline: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def mask(outline: Any, tensors: dict[str, Tensor]) -> Mask | None:
-    """Put a mask together again; one that was left out is None."""
+    """Rebuild a mask from its outline; one that was left out is None."""
     if outline is None or "left out" in outline:
         return None
     if "expression" in outline:

@@ -34,7 +34,7 @@ from clearhead.recording.stitch import Stitcher, stitched
 
 __all__ = ["Request", "Watcher"]
 
-# Rows of each call that are computed again, to compare with the model's own output.
+# Rows of each call that are recomputed, to compare with the model's own output.
 _SAMPLED = 4
 
 Numbers = tuple[int, ...] | None
@@ -67,21 +67,21 @@ class Request:
         return self.layers is not None and min(self.layers) < 0
 
     def holds_call(self, call: Call) -> bool:
-        """Whether the number of a call of its module was asked for."""
+        """Whether the number of a call within its module is requested."""
         return self.calls is None or call.call in self.calls
 
     def holds_layer(self, layer: int) -> bool:
-        """Whether a layer was asked for, or may turn out to be one counted from the end."""
+        """Whether a layer is requested, or may turn out to be one counted from the end."""
         return self.layers is None or layer in self.layers or self.waits
 
     def layers_of(self, total: int) -> set[int]:
-        """Give the layers that were asked for, counted from 0."""
+        """Give the requested layers, counted from 0."""
         every = range(total)
         wanted = every if self.layers is None else self.layers
         return {layer % total for layer in wanted if -total <= layer < total}
 
     def heads_of(self, total: int) -> list[int]:
-        """Give the heads that were asked for, as far as a call has them."""
+        """Give the requested heads that a call has."""
         wanted = range(total) if self.heads is None else self.heads
         return [head for head in wanted if -total <= head < total]
 
@@ -115,7 +115,7 @@ class Watcher(Handler):
         self._held: list[tuple[Call, float | None]] = []
 
     def before(self, call: Call) -> Tensor | None:
-        """Make the context in clearhead's own kernel, where that was asked for."""
+        """Compute the context in clearhead's own kernel under `through`."""
         self._made = None
         if not self.through or call.dropout or self._drafts or not self._wanted(call):
             return None
@@ -160,7 +160,7 @@ class Watcher(Handler):
         return call, edited
 
     def _check(self, call: Call, context: Tensor, edited: bool) -> float | None:
-        """Compare sampled rows, computed again, with the context of the model."""
+        """Compare sampled rows, recomputed, with the context of the model."""
         if call.dropout:
             self.note("dropout was on: readings are of the weights before it, without a check")
         if edited:
@@ -169,7 +169,7 @@ class Watcher(Handler):
         if check is not None and not check <= rounding_bound(context):
             self.note(
                 f"{call.module or 'the model'}: its output differs by {check:.2g} from what "
-                "the weights seen would make"
+                "the weights seen give"
             )
         return check
 
@@ -178,8 +178,8 @@ class Watcher(Handler):
 
     def _wanted(self, call: Call) -> bool:
         """Whether a record may be made of this call; of a generation, calls count once stitched."""
-        asked = self._run is not None or self.request.holds_call(call)
-        return asked and self.request.holds_layer(call.layer)
+        requested = self._run is not None or self.request.holds_call(call)
+        return requested and self.request.holds_layer(call.layer)
 
     def _drop_held(self) -> None:
         """Of layers counted from the end, hold only as many as may still be the last."""
@@ -212,7 +212,7 @@ class Watcher(Handler):
 
     def _drafted(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a `generate` within the loop of another: the model drafts for itself."""
-        self.note("the model drafts tokens for itself in generate(): those steps are not seen")
+        self.note("the model drafts tokens in generate(): its drafting steps are not seen")
         self._drafts = True
         try:
             return run(*args, **kwargs)
@@ -251,7 +251,7 @@ class Watcher(Handler):
     def _record_generation(self, run: Stitcher) -> None:
         wanted = self.request.layers_of(len(self.known))
         for module in sorted(run.broken):
-            self.note(f"{module}: the cache did not go on from the last step; rows may be mixed up")
+            self.note(f"{module}: its cache does not continue the last step; rows may be wrong")
         for track in run.tracks.values():
             if not track.steps:
                 continue
@@ -263,7 +263,7 @@ class Watcher(Handler):
                 self._keep(call, track.check, run.prompt(track))
 
     def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
-        """Read a call, and keep its record or hand it to `on_call`."""
+        """Read a call, and append its record to `seen` or pass it to `on_call`."""
         chosen = self.request.heads_of(call.sizes.head)
         if not chosen or not self.request.holds_call(call):
             return
@@ -307,7 +307,7 @@ class Watcher(Handler):
             self.seen.notes.append(text)
 
     def finish(self, interceptor: Interceptor) -> None:
-        """Note what was missed; raise where nothing was seen, or nothing of what was asked for."""
+        """Note what was missed; raise where nothing was seen, or not all that was requested."""
         self._note_missed(interceptor)
         if not self.known:
             raise RuntimeError(nothing_seen(interceptor.modules, self.seen.notes))
@@ -326,11 +326,11 @@ class Watcher(Handler):
         for module in sorted(modules.scripted):
             self.unseen(module, "it is TorchScript")
         for module in sorted(interceptor.handwritten.unmet - seen):
-            self.unseen(module, "its softmax of a product never met a value")
+            self.unseen(module, "its softmax of a product was not multiplied by a value")
         for module in modules.in_threads():
-            self.unseen(module, "it ran in another thread than the one that watches")
+            self.unseen(module, "it ran in another thread than the watch")
         for module in modules.overlooked(seen | self._unseen):
-            self.unseen(module, "it made no call that attention is known by")
+            self.unseen(module, "none of its calls was recognised as attention")
         for module, of in modules.recurrent(seen | self._unseen):
             self.unseen(module, f"{of} mixes positions without attention")
 

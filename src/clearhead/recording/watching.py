@@ -90,7 +90,7 @@ def watch(
     float64 models), and taken before dropout. Nothing is left behind on the model.
 
     - `read`: one reading or several; `record.value` mirrors it.
-    - `layers`, `heads`, `queries`, `calls`: numbers to keep; nothing is computed for the others.
+    - `layers`, `heads`, `queries`, `calls`: the numbers to read; nothing is computed for others.
       `queries` may count from the end.
     - `through`: clearhead's own kernel makes context and readings in one pass: faster, and equal to
       rounding only. Handwritten attention keeps the model's own context.
