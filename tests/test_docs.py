@@ -25,6 +25,8 @@ import clearhead
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The blocks of the recipes run in a copy of the source that they have changed: test_extending.
+RUN_HERE = [page for page in PAGES if page.name != "extending.md"]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 # Commands that set a machine up or train at length are what `make` runs, not what a test runs.
@@ -36,7 +38,7 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     return [(m[1], m[2], text.count("\n", 0, m.start()) + 2) for m in FENCE.finditer(text)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -51,7 +53,7 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert_alike(printed.getvalue(), found[index + 1][1])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_python_blocks_can_be_pasted_into_a_prompt(page: Path) -> None:
     for language, block, line in blocks(page):
         if language == "python":
@@ -77,7 +79,7 @@ def test_a_block_that_cannot_be_pasted_is_found() -> None:
     assert not pastes("class A:\n    x = 1\n\n    y = 2\n")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_console_blocks(page: Path, tmp_path: Path) -> None:
     for language, block, _ in blocks(page):
         if language == "console":
