@@ -720,8 +720,8 @@ def test_why_names_the_part_that_decides() -> None:
     hole = masks.causal() - masks.diagonal(0)
     assert hole.why(2, 2).split("\n") == [
         "query 2 may not read source 2",
-        "- blocked by ~diagonal(0): source 2 is the own position of query 2",
-        "- although causal() allows it: source 2 is the own position of query 2",
+        "- blocked by ~diagonal(0): source 2 is the position of query 2",
+        "- although causal() allows it: source 2 is the position of query 2",
     ]
 
 
@@ -745,7 +745,7 @@ def test_why_names_the_part_that_decides() -> None:
         (masks.dense([[True, False]]), (0, 1), "the tensor is False there"),
         (masks.edges([(3, 0)]), (3, 0), "(3, 0) is among its 1 edge"),
         (masks.edges([(3, 0), (3, 1)]), (3, 2), "(3, 2) is not among its 2 edges"),
-        (masks.where(lambda b, h, q, k: q > k), (1, 0), "the function says True"),
+        (masks.where(lambda b, h, q, k: q > k), (1, 0), "the function returns True"),
     ],
 )
 def test_reasons(mask: Mask, edge: tuple[int, int], text: str) -> None:

@@ -141,7 +141,7 @@ def _pair(pair: Any) -> tuple[int, int]:
         if not is_number(number):
             raise type_error("pairs", "holds positions, as integers", got=repr(tuple(pair)))
         if not 0 <= int(number) < LIMIT:
-            hint = "how many positions there are is not known here, so none counts from the end"
+            hint = "the number of positions is not known here, so none can be counted from the end"
             rule = f"holds positions counted from 0, up to {LIMIT - 1}"
             raise value_error("pairs", rule, got=tuple(pair), hint=hint)
     return int(pair[0]), int(pair[1])
@@ -246,8 +246,8 @@ class Where(Mask):
                     "function",
                     f"{self._short()} reads beyond its own data ({error})",
                     shapes={"(query, source)": (sizes.query, sizes.source)},
-                    hint="block those edges by another mask: causal() & where(function) asks about "
-                    "allowed edges only",
+                    hint="block those edges with another mask: causal() & where(function) calls "
+                    "it for allowed edges only",
                 ) from error
 
         return one
@@ -257,7 +257,7 @@ class Where(Mask):
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         b_, h_, i_, j_ = (torch.tensor(x) for x in (b, h, i, j))
-        return f"the function says {bool(self._at(b_, h_, i_, j_, sizes))}"
+        return f"the function returns {bool(self._at(b_, h_, i_, j_, sizes))}"
 
 
 def _narrow(edges: Tensor) -> Tensor:

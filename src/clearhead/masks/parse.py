@@ -173,7 +173,7 @@ class _Reader:
             return self.leaf(node, node, [], [])
         if isinstance(node, ast.Call):
             return self.leaf(node, node.func, node.args, node.keywords)
-        raise self.wrong(node, f"{_kind(node)} is no mask", hint=_advice(node))
+        raise self.wrong(node, f"{_kind(node)} is not a mask", hint=_advice(node))
 
     def leaf(
         self, node: ast.AST, name: ast.AST, given: list[ast.expr], named: list[ast.keyword]
@@ -209,10 +209,10 @@ class _Reader:
     def unknown(self, name: ast.Name) -> ValueError:
         meant, hint = guess(name.id), None
         if name.id == "where":
-            hint = "where(function) takes Python code, so it is for programs only"
+            hint = "where(function) takes a Python function, which an expression cannot hold"
         elif not meant:
             hint = f"masks: {', '.join(LEAVES)}"
-        problem = f"{_cut(name.id)!r} is no mask{did_you_mean(meant)}"
+        problem = f"{_cut(name.id)!r} is not a mask{did_you_mean(meant)}"
         return self.wrong(name, problem, hint=hint)
 
     def option(
@@ -243,7 +243,7 @@ class _Reader:
             if isinstance(value, bool | int) or value in ("end", "start"):
                 return value
         hint = 'numbers, lists, True, False, align="start" and align="end" are known'
-        raise self.wrong(node, f"{_kind(node)} is no value here", hint=hint)
+        raise self.wrong(node, f"{_kind(node)} is not a value here", hint=hint)
 
 
 def _kind(node: ast.AST) -> str:

@@ -159,7 +159,7 @@ class Relative(Mask):
         reader = f"query {i}" + (f" (at position {i + offset})" if offset else "")
         after = j - (i + offset)
         if not after:
-            return f"source {j} is the own position of {reader}"
+            return f"source {j} is the position of {reader}"
         return f"source {j} lies {abs(after)} {'after' if after > 0 else 'before'} {reader}"
 
 
@@ -221,7 +221,7 @@ def window(n: int, align: Align = "end") -> Mask:
     `align` as in `causal`.
     """
     hint = "nothing() allows no edge, causal() is a window without a limit"
-    n = _whole("n", n, 1, "counts the own position, so it is at least 1", hint)
+    n = _whole("n", n, 1, "includes the position of the query, so it is at least 1", hint)
     return Relative("window", (n,), 1 - n, 0, read_align(align))
 
 

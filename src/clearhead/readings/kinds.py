@@ -154,7 +154,7 @@ class TopK(PerQueryReading, splits_grad=True):
         self.k = _whole("k", k)
 
     def part(self, strip: Strip) -> PerQuery:
-        # NaN stays the largest, as in torch.sort, so that a poisoned row shows.
+        # NaN sorts as the largest, as in torch.sort, so that it shows in the result.
         key = torch.where(strip.allowed, strip.weights, -1)
         order = key.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
         real = strip.allowed.gather(-1, order)
@@ -218,8 +218,8 @@ class Entropy(PerQueryReading, splits_grad=True):
         self._empty = (0.0, 0) if self.normalized else (0.0,)
 
     def part(self, strip: Strip) -> PerQuery:
-        # -ln w is lse - score too: that stays finite where w underflows, so that w ln w and its
-        # gradient are right there, but is a difference of large numbers where the scores are.
+        # -ln w also equals lse - score, which stays finite where w underflows, so that w ln w and
+        # its gradient are right there; where scores are large it is a difference of large numbers.
         large = strip.weights > 1e-30
         far = torch.where(strip.allowed & ~large, strip.lse.unsqueeze(-1) - strip.scores, 0)
         surprise = far - torch.where(large, strip.weights, 1).log()
@@ -233,7 +233,7 @@ class Entropy(PerQueryReading, splits_grad=True):
             return entropy
         many = counts[0] > 1
         largest = torch.where(many, counts[0], 2).to(entropy.dtype).log()
-        # A lone source has weight 1 (less with sinks): there is no choice to spread.
+        # A row with a single source has no distribution to normalize.
         return torch.where(many | entropy.isnan(), entropy / largest, 0)
 
     def __repr__(self) -> str:
@@ -246,9 +246,9 @@ class Received(SumReading, splits_grad=True):
     >>> Received().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
     tensor([1.5000, 0.5000])
 
-    Sources that receive much whatever they hold are attention sinks (Xiao et al. 2023, "Efficient
-    Streaming Language Models with Attention Sinks"); caches are pruned by it (Zhang et al. 2023,
-    "H2O").
+    Sources that receive much weight whatever they contain are attention sinks (Xiao et al. 2023,
+    "Efficient Streaming Language Models with Attention Sinks"); caches are pruned by it (Zhang et
+    al. 2023, "H2O").
     """
 
     def part(self, strip: Strip) -> Tensor:
@@ -330,7 +330,7 @@ class BlockMap(Reading, splits_grad=True):
 
     def part(self, strip: Strip) -> tuple[Tensor, Tensor]:
         mean = self.reduce(strip, strip.weights, torch.sum) / self.edges(strip)
-        # A tile's largest weight is shown, not trained: only the mean has a gradient.
+        # Only the mean has a gradient; the largest weight is for display.
         return mean, self.reduce(strip, strip.weights.detach(), torch.amax)
 
     def reduce(self, strip: Strip, weights: Tensor, how: Callable[..., Tensor]) -> Tensor:
@@ -381,7 +381,7 @@ class Overlap(SumReading, splits_grad=True):
 
     def finish(self, part: Tensor) -> Tensor:
         squares = part.diagonal(dim1=-2, dim2=-1)
-        # NaN squares are no zeros: they must reach the result.
+        # A NaN square is not zero: it must reach the result.
         empty = squares == 0
         lengths = torch.where(empty, 1, squares).sqrt()
         return part / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
