@@ -914,6 +914,29 @@ def test_the_fast_path_is_not_taken(activation: str, monkeypatch: pytest.MonkeyP
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_it_says_truly_whether_its_projections_are_packed() -> None:
+    """As torch's own layer does; peft and torch's averaged models look at it."""
+    packed, apart = layer_of_ours(), ch.MultiheadAttention(E, H, kdim=3)
+    turned = ch.convert(nn.Sequential(nn.MultiheadAttention(E, H)))[0]
+    for layer in (packed, turned, copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert layer._qkv_same_embed_dim is (layer.in_proj_weight is not None) is True
+    assert apart._qkv_same_embed_dim is (apart.in_proj_weight is not None) is False
+
+
+def test_averaged_weights_follow_the_layer() -> None:
+    layer = layer_of_ours()
+    averaged = torch.optim.swa_utils.AveragedModel(layer)
+    for step in (1.0, 3.0):
+        with torch.no_grad():
+            layer.in_proj_weight.fill_(step)
+        averaged.update_parameters(layer)
+    assert (averaged.module.in_proj_weight == 2).all()
+    x = tokens()
+    with torch.no_grad():
+        layer.in_proj_weight.fill_(2.0)
+        assert torch.equal(averaged(x, x, x)[0], layer(x, x, x)[0])
+
+
 def test_layers_put_in_by_hand_are_not_bypassed() -> None:
     layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True).double()
     plain = copy.deepcopy(layer)

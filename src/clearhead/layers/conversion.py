@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from clearhead._core import type_error, value_error
-from clearhead.layers.multihead import MultiheadAttention, keep_off_fast_path
+from clearhead.layers.multihead import MultiheadAttention
 
 __all__ = ["convert"]
 
@@ -79,4 +79,3 @@ def _change_class(layer: nn.MultiheadAttention) -> None:
         own = {n: x for n, x in vars(type(layer)).items() if n not in ("__dict__", "__weakref__")}
         kind = type(type(layer).__name__, (MultiheadAttention,), own)
     layer.__class__ = kind
-    keep_off_fast_path(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,10 @@ from clearhead.layers.mask_arguments import MaskArguments
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Weights
 
-__all__ = ["MultiheadAttention", "keep_off_fast_path"]
+__all__ = ["MultiheadAttention"]
+
+# The module whose encoders replace their layers by one fused call.
+_BYPASSES = nn.TransformerEncoderLayer.__module__
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -59,7 +63,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         checks.construction(embed_dim, num_heads, dropout, kdim, vdim)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn,
                          kdim, vdim, batch_first, device, dtype)  # fmt: skip
-        keep_off_fast_path(self)
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """Whether query, key and value share `in_proj_weight`, as in torch's own layer.
+
+        `nn.TransformerEncoder` and its layers bypass an attention layer for which this is true:
+        they alone, and a compiler that traces them, read False.
+        """
+        asks = torch.compiler.is_compiling() or sys._getframe(1).f_globals.get("__name__")
+        return asks not in (True, _BYPASSES) and vars(self)["_qkv_same_embed_dim"]
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        vars(self)["_qkv_same_embed_dim"] = value
 
     def forward(
         self,
@@ -185,9 +202,3 @@ def _pad_together(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack(
         [F.pad(w, (0, source - w.shape[-1], 0, query - w.shape[-2])) for w in weights]
     )
-
-
-def keep_off_fast_path(layer: nn.MultiheadAttention) -> None:
-    """Make nn.TransformerEncoderLayer call the layer instead of its own fused kernel."""
-    # The encoder layer decides by this attribute. The parameters stay where they are.
-    layer._qkv_same_embed_dim = False
