@@ -98,7 +98,7 @@ def _fitting_shapes(name: str, sizes: LayerSizes) -> dict[str, tuple[int, ...]]:
 def _check_type(name: str, mask: Any) -> None:
     rule = "is a bool tensor (True = blocked) or a float tensor (added to the scores)"
     if isinstance(mask, Mask):
-        raise type_error(name, rule, got=type(mask).__name__, hint="pass a Mask as mask=")
+        raise type_error(name, rule, got="a Mask", hint="pass a Mask as mask=")
     if not isinstance(mask, Tensor):
         raise type_error(name, rule, got=type(mask).__name__, hint="wrap it in torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
