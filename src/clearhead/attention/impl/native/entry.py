@@ -30,6 +30,7 @@ from clearhead.attention.impl.native.forward import Results, forward, in_range
 from clearhead.attention.impl.native.operator import Operator
 from clearhead.attention.impl.native.readings import KINDS, supported, supported_grads
 from clearhead.attention.problem import Problem, default_scale
+from clearhead.masks import Mask
 from clearhead.readings import Reading
 
 __all__ = ["Native"]
@@ -71,15 +72,24 @@ class Native:
 
         It raises no error that the full checks would not raise, and has the same bits.
         """
-        if kernel._native is None or active_transforms() or torch.is_autocast_enabled("cpu"):
+        compiled = kernel._native
+        if compiled is None or active_transforms() or torch.is_autocast_enabled("cpu"):
             return None
-        try:
-            return kernel.plain(query, key, value, mask, scale)
-        except kernel.OutOfRange:
-            if query.ndim < 4:
-                return None
-            scale = default_scale(query.shape[-1]) if scale is None else scale
-            return self._out_of_range(Problem(query, key, value, mask, scale), ())[0]
+        if mask is not None and not (isinstance(mask, Mask) and mask.relative):
+            return None
+        call = compiled.fast_call(query, key, value, scale)
+        if call is None:
+            return None
+        if mask is not None:
+            # The kernel reads the ranges while it runs: this name keeps them alive.
+            ranges: Any = mask.ranges(call.query, call.source)
+            call.set_ranges(*ranges.address)
+        if not call.run(0):
+            return call.context
+        if query.ndim < 4:
+            return None
+        scale = default_scale(query.shape[-1]) if scale is None else scale
+        return self._out_of_range(Problem(query, key, value, mask, scale), ())[0]
 
     def attend(self, problem: Problem, read: tuple[Reading, ...]) -> tuple[Tensor, list[Any]]:
         """Return the context and the values of the readings."""

@@ -1,4 +1,4 @@
-"""The compiled module: whether it is there, and the shortest way through it."""
+"""The compiled module: whether it is there, and what its callers agree on with it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from clearhead.masks import Mask
-
-__all__ = ["CONTRACT", "MISSING", "TYPES", "OutOfRange", "plain"]
+__all__ = ["CONTRACT", "MISSING", "TYPES", "OutOfRange"]
 
 # As in native/host/kernel.h.
 CONTRACT = 3
@@ -41,19 +38,3 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 class OutOfRange(ArithmeticError):
     """The numbers of a call are too large for the kernel, or not finite."""
-
-
-def plain(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | None:
-    """The context of a call that passes the fast checks, or None: the call needs the full ones."""
-    if mask is not None and not (isinstance(mask, Mask) and mask.relative):
-        return None
-    call = _native.fast_call(query, key, value, scale)
-    if call is None:
-        return None
-    if mask is not None:
-        # The kernel reads the ranges while it runs: this name keeps them alive.
-        ranges: Any = mask.ranges(call.query, call.source)
-        call.set_ranges(*ranges.address)
-    if call.run(0):
-        raise OutOfRange
-    return call.context
