@@ -38,7 +38,7 @@ class Implementation:
         return answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend in this implementation, or where it cannot serve, in the next one."""
+        """Attend in this implementation, or where it cannot serve, in the first that can."""
         try:
             return self.attend(*args, **kwargs)
         except ValueError as refusal:

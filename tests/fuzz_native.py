@@ -77,7 +77,7 @@ def draw(seed: int) -> Drawn:
 
         if kind == 0:
             return numbers(batch, positions, heads, width).transpose(1, 2)
-        if kind in (1, 2):  # odd and even steps from row to row, from an odd place on
+        if kind in (1, 2):  # odd and even strides of rows, from an odd offset on
             return numbers(*shape[:3], 2 * width + kind)[..., 1 : width + 1]
         if kind == 3:
             return numbers(*shape[:2], width, positions).mT
@@ -156,14 +156,18 @@ def _draw_more(drawn: Drawn, dice: random.Random, torch_dice: torch.Generator) -
 
 
 def _poison(drawn: Drawn, dice: random.Random) -> None:
-    """Put odd numbers where no query looks, large and denormal ones where they do."""
+    """Put non-finite numbers where no query reads, large and denormal ones where one does."""
     group = drawn.allowed.shape[1] // drawn.key.shape[1]
     read = drawn.allowed.unflatten(1, (-1, group)).any(2).any(2)  # (batch, source_head, source)
     for name in ("key", "value"):
         if dice.random() < 0.3:
-            odd = dice.choice((torch.nan, torch.inf, -torch.inf))
+            non_finite = dice.choice((torch.nan, torch.inf, -torch.inf))
             x = getattr(drawn, name)
-            setattr(drawn, name, torch.where(read[..., None], x, torch.tensor(odd, dtype=x.dtype)))
+            setattr(
+                drawn,
+                name,
+                torch.where(read[..., None], x, torch.tensor(non_finite, dtype=x.dtype)),
+            )
     if dice.random() < 0.05 and drawn.value.dtype == torch.float32:
         drawn.value = drawn.value.clone()
         drawn.value[..., 0, :] *= dice.choice((1e-40, 1e36))

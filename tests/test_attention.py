@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -345,16 +347,16 @@ class TestEditsInPlace:
 class TestOddNumbers:
     """NaN and inf reach exactly the rows that may read them."""
 
-    @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("non_finite", [torch.nan, torch.inf, -torch.inf])
     @pytest.mark.parametrize("where", ["key", "value", "both"])
-    def test_in_a_blocked_source(self, implementation: Any, where: str, odd: float) -> None:
+    def test_in_a_blocked_source(self, implementation: Any, where: str, non_finite: float) -> None:
         given = {n: torch.randn(2, 2, 7, 5, dtype=torch.float64) for n in ("query", "key", "value")}
         mask = masks.causal() & masks.lengths([7, 4])
         clean = [given[n].clone().requires_grad_() for n in given]
         right = implementation(*clean, mask)
         right.square().sum().backward()
         for name in ("key", "value") if where == "both" else (where,):
-            given[name][1, :, 4:] = odd
+            given[name][1, :, 4:] = non_finite
         inputs = [given[n].clone().requires_grad_() for n in given]
         read = (readings.LogSumExp(), readings.Entropy(), readings.Received(), readings.Weights())
         context, values = implementation(*inputs, mask, read=read)
@@ -364,12 +366,12 @@ class TestOddNumbers:
         for ours, wanted in zip(inputs, clean, strict=True):
             torch.testing.assert_close(ours.grad, wanted.grad, rtol=0, atol=1e-14)
 
-    @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("non_finite", [torch.nan, torch.inf])
     @pytest.mark.parametrize("where", ["key", "value"])
-    def test_in_an_allowed_source(self, implementation: Any, where: str, odd: float) -> None:
+    def test_in_an_allowed_source(self, implementation: Any, where: str, non_finite: float) -> None:
         given = {n: torch.rand(1, 2, 7, 5) for n in ("query", "key", "value")}
         right = implementation(**given, mask=masks.causal())
-        given[where][0, 0, 4, 2] = odd
+        given[where][0, 0, 4, 2] = non_finite
         inputs = {n: x.clone().requires_grad_() for n, x in given.items()}
         context = implementation(**inputs, mask=masks.causal())
         torch.testing.assert_close(context[0, 1], right[0, 1])
@@ -384,11 +386,11 @@ class TestOddNumbers:
             assert x.grad is not None
             assert torch.isfinite(x.grad[0, 1]).all()
 
-    @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
-    def test_in_a_query(self, implementation: Any, odd: float) -> None:
+    @pytest.mark.parametrize("non_finite", [torch.nan, torch.inf])
+    def test_in_a_query(self, implementation: Any, non_finite: float) -> None:
         given = {n: torch.rand(1, 1, 7, 5) for n in ("query", "key", "value")}
         right = implementation(**given, mask=masks.causal())
-        given["query"][0, 0, 3] = odd
+        given["query"][0, 0, 3] = non_finite
         context = implementation(**given, mask=masks.causal())
         assert torch.isnan(context[0, 0, 3]).all()
         others = [0, 1, 2, 4, 5, 6]
@@ -780,6 +782,31 @@ class TestChoice:
             with pytest.raises(ValueError, match=r"(?s)cannot serve.*- one.*- another"):
                 ch.attend(x, x, x, impl=each.name)
         torch.testing.assert_close(ch.attend(x, x, x), ch.attend(x, x, x, impl="reference"))
+
+    def test_each_keeps_the_contract(self) -> None:
+        x = torch.randn(1, 2, 4, 3, requires_grad=True)
+        problem, read = Problem(x, x, x, masks.causal(), 1.0), (readings.Entropy(),)
+        for each in IMPLEMENTATIONS:
+            assert isinstance(each.state(), str)
+            if each.unsupported_reasons(problem, read):
+                continue
+            _, (value,) = each.attend(problem, read)
+            (alone,) = each.readings_only(problem, read)
+            assert value.requires_grad
+            assert not alone.requires_grad
+            assert torch.equal(value, alone)
+
+    def test_none_imports_another(self) -> None:
+        home = Path(ch.__file__).parent / "attention" / "impl"
+        for name in ("native", "tiled", "reference"):
+            others = {"native", "tiled", "reference"} - {name}
+            files = [home / f"{name}.py"] if name == "reference" else (home / name).glob("*.py")
+            for file in files:
+                tree = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+                modules = {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+                assert not {f"clearhead.attention.impl.{other}" for other in others} & {
+                    ".".join(module.split(".")[:4]) for module in modules
+                }, file
 
 
 class TestDefaultDtype:

@@ -326,7 +326,7 @@ class TestBits:
 
 
 class TestOutOfRange:
-    """Numbers that fp32 cannot tell apart, or not finite, go on to the next implementation."""
+    """The fallback computes numbers that fp32 cannot tell apart, or that are not finite."""
 
     QUERIES = (2, 70)
 

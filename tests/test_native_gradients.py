@@ -19,6 +19,7 @@ from clearhead.attention.impl import NATIVE
 from clearhead.attention.impl.native import call as calls
 from clearhead.attention.impl.native import entry, maps
 from clearhead.attention.impl.native import kernel as module
+from clearhead.attention.impl.tiled import tiled as strips
 from tests import fuzz_gradients, fuzz_native
 
 kernel: Any = module._native
@@ -110,6 +111,19 @@ def agree(inputs: dict, **call: Any) -> None:
         assert (a - c).abs().max() <= 2 * (b - c).abs().max() + rounding
 
 
+class Largest(readings.Reading):
+    """The largest weight of each head: its gradient belongs to one strip alone."""
+
+    def part(self, strip: readings.Strip) -> Tensor:
+        return strip.weights.amax((-2, -1))
+
+    def merge(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.maximum(left, right)
+
+    def finish(self, part: Tensor) -> Tensor:
+        return part
+
+
 class TestReadings:
     @pytest.mark.parametrize("name", READ)
     def test_one_asked_twice(self, isa: str, name: str) -> None:
@@ -196,6 +210,13 @@ class TestReadings:
         agree(given(bias=(67, 70)), read=(readings.BlockMap(4), read))
         assert asked == [((read,), None)]
 
+    def test_a_gradient_that_does_not_split_comes_from_the_reference(
+        self, isa: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(strips, "ELEMENTS", 1)
+        monkeypatch.setattr(strips, "ROWS", 7)
+        agree(given(), read=(Largest(), readings.Entropy()))
+
     def test_the_largest_weights_of_a_block_map_have_no_gradient(self, isa: str) -> None:
         leaves = {n: x.requires_grad_() for n, x in given().items()}
         _, value = ch.attend(**leaves, read=readings.BlockMap(3), impl="native")
@@ -266,7 +287,7 @@ class TestParts:
 
 
 class TestTorch:
-    def test_double_backward_is_handed_on_and_right(self, isa: str) -> None:
+    def test_double_backward_comes_from_the_fallback(self, isa: str) -> None:
         found = []
         for impl in ("native", "reference"):
             leaves = {n: x.double() if impl == "reference" else x for n, x in given().items()}
@@ -280,7 +301,7 @@ class TestTorch:
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
 
-    def test_forward_mode_is_handed_on_by_name_and_right(self, isa: str) -> None:
+    def test_forward_mode_is_refused_by_name_and_right_elsewhere(self, isa: str) -> None:
         inputs = given()
         with forward_ad.dual_level():
             duals = {n: forward_ad.make_dual(x, torch.ones_like(x)) for n, x in inputs.items()}

@@ -1,4 +1,4 @@
-"""The short way for calls that are right at first sight: what it serves, and what it must not."""
+"""The fast path for calls that pass the fast checks: what it serves, and what it must not."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -40,12 +40,12 @@ def negative(x: Tensor) -> Tensor:
 
 
 class Served(list):
-    """Whether the short way answered, call by call."""
+    """Whether the fast path returned a context, call by call."""
 
-    short = NATIVE.plain
+    fast = NATIVE.plain
 
     def plain(self, *args: Any) -> Tensor | None:
-        answer = Served.short(*args)
+        answer = Served.fast(*args)
         self.append(answer is not None)
         return answer
 
@@ -57,8 +57,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     return seen
 
 
-def closer_look(*args: Any, **kwargs: Any) -> Tensor:
-    """The same call the long way."""
+def fully_checked(*args: Any, **kwargs: Any) -> Tensor:
+    """The same call without the fast path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NATIVE, "plain", lambda *_: None)
         return ch.attend(*args, **kwargs)
@@ -73,7 +73,7 @@ class TestServed:
     @pytest.mark.parametrize("isa", kernel.available())
     @pytest.mark.parametrize("dtype", module.TYPES)
     @pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (2, 3, 70, 16), (1, 1, 1, 1)])
-    def test_every_bit_is_that_of_the_closer_look(
+    def test_every_bit_is_that_of_the_full_checks(
         self, served: Served, isa: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> None:
         kernel.choose(isa)
@@ -81,7 +81,7 @@ class TestServed:
             q, k, v = tensors(*shape, dtype=dtype)
             for mask in (None, masks.causal(), masks.window(2), masks.band(1, 3, "start")):
                 for scale in (None, 0.3):
-                    right = closer_look(q, k, v, mask, scale=scale)
+                    right = fully_checked(q, k, v, mask, scale=scale)
                     assert equal(ch.attend(q, k, v, mask, scale=scale), right)
         finally:
             kernel.choose("")
@@ -91,11 +91,11 @@ class TestServed:
         q, k, v = tensors(2, 7, 4, 16)
         q, k, v = q.transpose(1, 2), k[:, :5, :2].transpose(1, 2), v[:, :5, 2:, :6].transpose(1, 2)
         for given in ((q, k, v), (q[..., :3, :], k, v), (q[:, :, ::2], k, v.expand(2, 2, 5, 6))):
-            assert equal(ch.attend(*given), closer_look(*given))
+            assert equal(ch.attend(*given), fully_checked(*given))
             theirs = F.scaled_dot_product_attention(*given, enable_gqa=True)
             torch.testing.assert_close(ch.attend(*given), theirs)
             for fewer in ([x[:, 0] for x in given], [x[0, 0] for x in given]):
-                assert equal(ch.attend(*fewer), closer_look(*fewer))
+                assert equal(ch.attend(*fewer), fully_checked(*fewer))
         assert all(served)
 
     def test_a_parameter(self, served: Served) -> None:
@@ -103,7 +103,7 @@ class TestServed:
         with torch.no_grad():
             context = ch.attend(torch.nn.Parameter(q), k, torch.nn.Parameter(v))
         assert type(context) is Tensor
-        assert equal(context, closer_look(q, k, v))
+        assert equal(context, fully_checked(q, k, v))
         assert served == [True]
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -113,7 +113,7 @@ class TestServed:
             context = ch.attend(q, k, v)
             assert context.is_inference() is torch.is_inference_mode_enabled()
         assert not context.requires_grad
-        assert torch.equal(context, closer_look(q, k, v).detach())
+        assert torch.equal(context, fully_checked(q, k, v).detach())
         assert served == [True]
 
     def test_numbers_out_of_range_go_on(self, served: Served) -> None:
@@ -121,7 +121,7 @@ class TestServed:
             q, k, v = tensors(*shape)
             k[..., -2, :] = torch.nan
             context = ch.attend(q, k, v, masks.causal())
-            right = closer_look(q, k, v, masks.causal())
+            right = fully_checked(q, k, v, masks.causal())
             assert context[..., :-2, :].isfinite().all()
             assert context[..., -2:, :].isnan().all()
             assert torch.equal(context.nan_to_num(5), right.nan_to_num(5))
@@ -148,7 +148,7 @@ class TestNothingIsRemembered:
                 kernel.choose(isa)
                 for threads in (2, 1):
                     torch.set_num_threads(threads)
-                    assert equal(ch.attend(q, k, v), closer_look(q, k, v))
+                    assert equal(ch.attend(q, k, v), fully_checked(q, k, v))
         finally:
             torch.set_num_threads(1)
             kernel.choose("")
@@ -168,7 +168,7 @@ class TestNothingIsRemembered:
     def test_ranges_of_more_masks_than_are_kept(self, served: Served) -> None:
         q, k, v = tensors(1, 1, 9, 4)
         for n in [*range(1, 100), *range(1, 100)]:
-            wanted = closer_look(q, k, v, masks.window(n).dense(9))
+            wanted = fully_checked(q, k, v, masks.window(n).dense(9))
             torch.testing.assert_close(ch.attend(q, k, v, masks.window(n)), wanted)
         assert all(served)
 
@@ -194,7 +194,7 @@ class Counting(TorchDispatchMode):
 
 
 class TestNotServed:
-    """What needs a closer look gets it, also after a call of the same sizes took the short way."""
+    """What needs the full checks has them, also after a fast call of the same sizes."""
 
     @pytest.fixture(autouse=True)
     def warm(self, served: Served) -> list[Tensor]:
@@ -262,10 +262,10 @@ class TestNotServed:
         stacked = torch.stack([q, q.flip(-2)])
         ours = torch.vmap(lambda x: ch.attend(x, k, v, mask))(stacked)
         for got, x in zip(ours, stacked, strict=True):
-            torch.testing.assert_close(got, closer_look(x, k, v, mask))
+            torch.testing.assert_close(got, fully_checked(x, k, v, mask))
         slope = torch.func.grad(lambda x: ch.attend(x, k, v, mask).square().sum())(q)
         leaf = q.clone().requires_grad_()
-        (theirs,) = torch.autograd.grad(closer_look(leaf, k, v, mask).square().sum(), leaf)
+        (theirs,) = torch.autograd.grad(fully_checked(leaf, k, v, mask).square().sum(), leaf)
         torch.testing.assert_close(slope, theirs)
         change = torch.func.jvp(lambda x: ch.attend(x, k, v, mask), (q,), (q.flip(-1),))[1]
         with forward_ad.dual_level():
@@ -285,7 +285,7 @@ class TestNotServed:
             warnings.simplefilter("ignore")  # of every shape that is looked at, and of itself
             traced = torch.jit.trace(lambda *given: ch.attend(*given, masks.causal()), tuple(warm))
         other = tensors(1, 2, 5, 4, seed=1)
-        torch.testing.assert_close(traced(*other), closer_look(*other, masks.causal()))
+        torch.testing.assert_close(traced(*other), fully_checked(*other, masks.causal()))
 
     def test_compile_and_export(self, warm: list[Tensor]) -> None:
         class Model(torch.nn.Module):
@@ -293,7 +293,7 @@ class TestNotServed:
                 return ch.attend(q, k, v, masks.causal())
 
         other = tensors(1, 2, 5, 4, seed=1)
-        right = closer_look(*other, masks.causal())
+        right = fully_checked(*other, masks.causal())
         compiled = torch.compile(Model(), backend="aot_eager", fullgraph=True)
         exported = torch.export.export(Model(), tuple(warm)).module()
         for found in (compiled, exported):
@@ -327,7 +327,7 @@ class TestNotServed:
         assert all(
             x.isfinite().all() for x in torch.autograd.grad(ch.attend(*leaves).sum(), leaves)
         )
-        with pytest.raises(ValueError, match="does not lie in memory"):
+        with pytest.raises(ValueError, match="no memory with its values"):
             ch.attend(*given, impl="native")
         assert not any(served)
 
@@ -337,13 +337,13 @@ class TestNotServed:
         zeros = torch._efficientzerotensor((1, 2, 5, 4))  # pyright: ignore
         given, right = list(warm), list(warm)
         given[at], right[at] = zeros, torch.zeros(1, 2, 5, 4)
-        torch.testing.assert_close(ch.attend(*given), closer_look(*right))
+        torch.testing.assert_close(ch.attend(*given), fully_checked(*right))
         assert not any(served)
 
     def test_a_tensor_that_outlived_its_transform(self, served: Served, warm: list[Tensor]) -> None:
         kept = []
         torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(warm[0])
-        torch.testing.assert_close(ch.attend(kept[0], *warm[1:]), closer_look(*warm))
+        torch.testing.assert_close(ch.attend(kept[0], *warm[1:]), fully_checked(*warm))
         assert not any(served)
 
     @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ class TestNotServed:
     def test_whatever_else_is_asked(
         self, served: Served, warm: list[Tensor], given: dict[str, Any]
     ) -> None:
-        ours, right = ch.attend(*warm, **given), closer_look(*warm, **given)
+        ours, right = ch.attend(*warm, **given), fully_checked(*warm, **given)
         pairs = [(x[0] if isinstance(x, tuple) else x) for x in (ours, right)]
         assert equal(*pairs)
         assert not any(served)
@@ -397,7 +397,7 @@ class TestNotServed:
     ) -> None:
         given: list[Any] = [*warm]
         given[at] = change(given[at])
-        ours, right = (outcome(call, given) for call in (ch.attend, closer_look))
+        ours, right = (outcome(call, given) for call in (ch.attend, fully_checked))
         assert equal(ours, right) if isinstance(right, Tensor) else ours == right
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import clearhead as ch
 from clearhead import masks, readings
+from clearhead._core import Sizes
 from clearhead.readings import Strip
 
 EDGES = masks.window(3) | masks.first(1)
@@ -286,3 +287,23 @@ def test_true_and_false_are_no_positions() -> None:
     for positions in ([True, 0], [False, 0]):
         with pytest.raises(TypeError, match="queries: takes positions"):
             readings.Rows(positions)
+
+
+@pytest.mark.parametrize("reading", ALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_reading_knows_the_bytes_of_its_value(
+    reading: readings.Reading, dtype: torch.dtype
+) -> None:
+    x = torch.randn(2, 3, 13, 5, dtype=dtype)
+    key = torch.randn(2, 3, 17, 5, dtype=dtype)
+    _, value = ch.attend(x, key, key, masks.causal(), read=reading)
+    right = sum(part.numel() * part.element_size() for part in tree_leaves(value))
+    assert reading.nbytes(Sizes(2, 3, 13, 17), dtype.itemsize) == right
+
+
+def test_what_a_class_declares_of_its_gradient_is_not_inherited() -> None:
+    class Own(readings.Entropy):
+        pass
+
+    assert all(reading.splits_grad for reading in ALL)
+    assert not Own.splits_grad

@@ -1,4 +1,4 @@
-"""The reference is the spec: its derivatives are right to any order, in every mode."""
+"""The derivatives of the reference are right to any order, in every mode."""
 
 from __future__ import annotations
 

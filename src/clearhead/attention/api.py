@@ -105,12 +105,12 @@ def attend(
             return attend(query, key, value, mask, read=read, scale=scale, bias=bias,
                           softcap=softcap, sinks=sinks, dropout=dropout, impl=impl)  # fmt: skip
     checks.inputs(query, key, value)
-    asked = checks.wanted(read)
+    wanted = checks.wanted(read)
     problem = make_problem(query, key, value, mask, scale, bias, softcap, sinks, dropout)
-    context, values = _run(problem, asked, impl)
+    context, values = _run(problem, wanted, impl)
     if query.ndim < 4:
         context, axis = context.squeeze(-3), query.ndim - 2
-        values = [_without_head(r, v, axis) for r, v in zip(asked, values, strict=True)]
+        values = [_without_head(r, v, axis) for r, v in zip(wanted, values, strict=True)]
     if read is None:
         return context
     return context, (values[0] if isinstance(read, Reading) else tuple(values))

@@ -1,4 +1,4 @@
-"""What can be read while the weights pass: each reading is a fold over pieces of the weight map.
+"""What attention returns beside the context: each reading is a fold over pieces of the weight map.
 
 >>> import torch
 >>> from clearhead import readings
@@ -6,7 +6,7 @@
 >>> readings.Entropy().fold([readings.Strip.of(scores)])
 tensor([0.8324, 0.6931])
 
-The pieces may be rows, chunks of sources (a KV cache, the shares of ranks) or both, in any order.
+The pieces may be rows, chunks of sources (a KV cache, the shards of ranks) or both, in any order.
 What they need in common is the log-sum-exp of the *whole* rows, which is the `torch.logaddexp` of
 the chunks' own; `Strip.of` weighs a piece with it, `part` reads the piece, `merge` adds parts:
 
@@ -18,7 +18,7 @@ the chunks' own; `Strip.of` weighs a piece with it, `part` reads the piece, `mer
 >>> readings.Entropy().finish(readings.Entropy().merge(*parts))
 tensor([0.8324, 0.6931])
 
-All readings take the weights before dropout, and answer in float32 (float64 for float64 inputs).
+All readings take the weights before dropout; values are float32 (float64 for float64 inputs).
 A score of -inf is a blocked edge, whether the mask, a bias or an overflow made it so.
 """
 

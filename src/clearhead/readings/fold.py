@@ -58,7 +58,7 @@ class Reading:
         raise NotImplementedError
 
     def finish(self, part: Any) -> Any:
-        """Turn the part of the whole map into the value that is handed out."""
+        """Turn the part of the whole map into the value of the reading."""
         raise NotImplementedError
 
     def part_grad(self, grad: Any, rows: slice, index: int) -> Any:

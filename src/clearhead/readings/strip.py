@@ -68,7 +68,7 @@ class Strip:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the whole map, as masks are asked with them."""
+        """The sizes of the whole map, as masks receive them."""
         *batch, head = self.weights.shape[:-2] or (1,)
         return Sizes(math.prod(batch), head, self.query, self.source)
 

@@ -39,8 +39,8 @@ class Implementation(Protocol):
         ...
 
 
-# What the kernel does not support is computed by the fallback, or for calls with active transforms
-# by the reference.
+# The fallback computes what the kernel does not support; the reference computes what must be plain
+# torch operations.
 TILED, REFERENCE = Tiled(), Reference()
 NATIVE = Native(fallback=TILED, reference=REFERENCE)
 # First choice first.

@@ -1,4 +1,4 @@
-"""The spec: attention as one equation on whole matrices. Every other implementation equals it."""
+"""The reference: attention as one equation on whole matrices, which all others must equal."""
 
 from __future__ import annotations
 

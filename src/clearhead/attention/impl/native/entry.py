@@ -1,7 +1,6 @@
 """The compiled CPU kernel: the context and the readings, in one pass.
 
-Readings that the kernel does not support, and gradients that it does not support, are computed by
-the fallback.
+The fallback computes the readings and the gradients that the kernel does not support.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Native:
     name = "native"
 
     def __init__(self, fallback: Any, reference: Any):
-        # The reference computes what needs plain torch operations: traced readings, and batched
-        # gradients.
+        # The reference computes readings of a traced call, batched gradients, and what the fallback
+        # does not support either.
         self.fallback, self.reference = fallback, reference
         self.operator = Operator(self._out_of_range, fallback)
 
@@ -64,7 +63,7 @@ class Native:
         reasons = [] if tracing else active_transforms()
         reasons += _unsupported_tensors(problem)
         if not (reasons or tracing or all(map(_lies_in_memory, tensors_of(problem)))):
-            reasons.append("an input does not lie in memory as its numbers, each at its own place")
+            reasons.append("an input has no memory with its values at aligned addresses")
         return reasons
 
     def plain(self, query: Any, key: Any, value: Any, mask: Any, scale: Any) -> Tensor | None:
