@@ -323,7 +323,9 @@ def test_a_budget_is_kept_and_told():
         return x.cumsum(1)
 
     report = audit(model, torch.randn(1, 33, 2), budget=4)
-    assert report.ok
+    assert not report.findings
+    assert not report.ok  # what was left untested may leak
+    assert report.exit_code == 3
     assert 0.5 < report.covered < 1
     with pytest.raises(AssertionError, match=r"covered \d\d\.\d%"):
         assert_causal(model, torch.randn(1, 33, 2), budget=4)

@@ -72,7 +72,7 @@ def test_json_is_one_document(capsys):
         (["--generation"], 0),
         (["--modes"], 0),
         (["--documents", "0,0,0,1,1"], 1),
-        (["--budget", "2"], 0),
+        (["--budget", "2"], 3),
     ],
 )
 def test_the_other_questions(words, code):

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audit, print, and exit with 1 if something leaks."""
+    """Audit, print, and exit with 1 if something leaks, with 3 if not all could be tested."""
     from clearhead.views import document, render_report
 
     with named(
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(document(report.as_dict()))
     else:
         render_report(report)
-    return 0 if report.ok else 1
+    return report.exit_code
 
 
 def _audit(arguments: argparse.Namespace) -> Report:

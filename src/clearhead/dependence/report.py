@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Finding", "Outcome", "Report"]
+__all__ = ["BATCH", "Finding", "Outcome", "Report"]
+
+# The kind of a finding of `audit.batch`, whose `sample` is the position at which it was found.
+BATCH = "batch"
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,23 @@ class Finding:
     sample: int = 0
     output: str = "output"
     hint: str = ""
+    compared: bool = False  # two runs differ there, where a leak moves one output
 
     @property
     def line(self) -> str:
         """What leaks, without the hint."""
-        return (
-            f"output {self.query} depends on input {self.source}: moved by {self.size:.3g} "
-            f"(rounding: {self.floor:.1g}), first in {self.module}"
-        )
+        return f"{self._effect} (rounding: {self.floor:.1g}), first in {self.module}"
+
+    @property
+    def _effect(self) -> str:
+        size = f"{self.size:.3g}"
+        if self.compared:
+            return f"sample {self.sample}: output {self.query} differs by {size}, {self.kind}"
+        if self.kind == BATCH:
+            pair = f"position {self.sample}: sample {self.query} depends on sample {self.source}"
+        else:
+            pair = f"sample {self.sample}: output {self.query} depends on input {self.source}"
+        return f"{pair}: moved by {size}"
 
     def __str__(self) -> str:
         return self.line + (f"\n    {self.hint}" if self.hint else "")
@@ -45,6 +57,8 @@ class Outcome(NamedTuple):
     trouble: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     forwards: float = 0.0
+    # The largest effect, relative to the largest output, that is not told from rounding.
+    resolution: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,32 +72,41 @@ class Report:
     covered: float = 1.0
     pairs: int = 0
     moved: int = 0
-    # Random, stateful or failing models: stated as such, never as leaks.
+    # Random, stateful or failing models, NaN outputs: stated as such, never as leaks.
     trouble: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     forwards: float = 0.0
+    # The largest effect, relative to the largest output, that is not told from rounding.
+    resolution: float = 0.0
 
     @classmethod
     def of(cls, subject: str, question: str, outcomes: Iterable[Outcome]) -> Report:
         """Add up the outcomes of all stages."""
-        findings, moved, pairs, untested, trouble, notes, forwards = zip(*outcomes, strict=True)
+        columns = zip(*outcomes, strict=True)
+        findings, moved, pairs, untested, trouble, notes, forwards, resolutions = columns
         total = sum(pairs)
         return cls(
             subject,
             question,
             findings=sum(findings, ()),
-            covered=1 - sum(untested) / total if total else 1.0,
+            covered=max(0.0, 1 - sum(untested) / total) if total else 1.0,
             pairs=total,
             moved=sum(moved),
             trouble=sum(trouble, ()),
             notes=sum(notes, ()),
             forwards=sum(forwards),
+            resolution=max(resolutions),
         )
 
     @property
     def ok(self) -> bool:
-        """Whether nothing leaked, and something was tested (or there was nothing to test)."""
-        return not self.findings and (self.covered > 0 or self.pairs == 0)
+        """Whether nothing leaked, and every forbidden pair was tested."""
+        return not self.findings and self.covered == 1
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command: 0 ok, 1 something leaks, 3 it could not be (fully) tested."""
+        return 0 if self.ok else 1 if self.findings else 3
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
@@ -93,22 +116,34 @@ class Report:
         return self.ok
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._details()])
+        return "\n".join([self.headline, *self._findings(), *self.details])
 
-    def _headline(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The verdict, in one line."""
         if self.findings:
             count = max(self.moved, len(self.findings))
-            return f"LEAK in {self.subject}: {count} of its outputs move ({self.question})"
+            only_compared = all(finding.compared for finding in self.findings)
+            what, how = ("DIFFERENCE", "differ") if only_compared else ("LEAK", "move")
+            return f"{what} in {self.subject}: {count} of its outputs {how} ({self.question})"
         if not self.ok:
-            return f"NOT TESTED: {self.subject} ({self.question})"
+            how = "PARTLY TESTED" if self.covered else "NOT TESTED"
+            return f"{how}: {self.subject} ({self.question})"
         return f"ok: {self.subject} ({self.question})"
 
-    def _details(self) -> list[str]:
-        lines = self._findings()
+    @property
+    def details(self) -> list[str]:
+        """The lines below the findings: what was covered, how precisely, trouble and notes."""
+        lines = []
         if self.pairs:
             lines.append(
-                f"  covered {self.covered:.1%} of {self.pairs} forbidden pairs (source, query)"
-                f" in {self.forwards:.3g} forwards"
+                f"  covered {self.covered:.1%} of {self.pairs} pairs in"
+                f" {self.forwards:.3g} forwards"
+            )
+        if self.resolution:
+            lines.append(
+                f"  resolution: an effect below {self.resolution:.1g} of the largest output is not"
+                " told from rounding"
             )
         lines += [f"  trouble: {text}" for text in self.trouble]
         return lines + [f"  note: {text}" for text in self.notes]
@@ -119,7 +154,8 @@ class Report:
         shared = [hint for hint in dict.fromkeys(hints) if hint and hints.count(hint) > 1]
         lines = [f"  {f.line if f.hint in shared else f}" for f in self.findings]
         if (more := self.moved - len(self.findings)) > 0:
-            lines.append(f"  and {more} more, not narrowed down to a source")
+            compared = all(finding.compared for finding in self.findings)
+            lines.append(f"  and {more} more" + (not compared) * ", not narrowed down to a source")
         for hint in shared:
             queries = ", ".join(str(f.query) for f in self.findings if f.hint == hint)
             lines.append(f"    outputs {queries}: {hint}")

@@ -11,13 +11,27 @@ import torch
 from torch import Tensor
 
 from clearhead.dependence.proof import ModuleCall, trace_modules
-from clearhead.dependence.subject import ModelInputs, OutputRows, Runner, outputs_of
+from clearhead.dependence.subject import (
+    Measured,
+    ModelInputs,
+    OutputRows,
+    Runner,
+    outputs_of,
+)
 
-__all__ = ["ChunkedDecoding", "StepFunction"]
+__all__ = ["ChunkedDecoding", "StepFunction", "named_arguments"]
 
 # Given the model, the keyword arguments of one chunk and the cache so far (None at first), returns
 # the chunk's outputs and the cache with the chunk in it.
 StepFunction = Callable[[Any, dict[str, Any], Any], tuple[Any, Any]]
+
+
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments by name."""
+    parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    # A wrapper of a library model may declare *args and **kwargs alone.
+    return {**dict(zip(names or ["input_ids"], args, strict=False)), **kwargs}
 
 
 class _Chunk(NamedTuple):
@@ -28,14 +42,18 @@ class _Chunk(NamedTuple):
 class ChunkedDecoding:
     """One way to cut the positions into chunks."""
 
-    def __init__(self, read: ModelInputs, model: Any, step: StepFunction, sizes: Sequence[int]):
-        self._read, self._model, self._step, self._sizes = read, model, step, sizes
+    def __init__(
+        self, read: ModelInputs, measured: Measured, step: StepFunction, sizes: Sequence[int]
+    ):
+        self._read = read.to(measured.dtype) if measured.dtype else read
+        self._model, self._context = measured.model, measured.context
+        self._step, self._sizes = step, sizes
 
     def run(self) -> Iterator[tuple[int, list[OutputRows]]]:
         """Yield the first position and the outputs of each chunk."""
         forward = self._forward()
         for chunk in self._chunks():
-            with torch.no_grad():
+            with torch.no_grad(), self._context():
                 answer = forward(*chunk.inputs.args, **chunk.inputs.kwargs)
             yield chunk.start, outputs_of(answer, chunk.inputs)
 
@@ -44,9 +62,10 @@ class ChunkedDecoding:
         forward = self._forward()
         for chunk in self._chunks():
             if chunk.start == start:
-                runner = Runner(_CallOf(forward, self._model), chunk.inputs)
+                function = _CallOf(forward, self._model)
+                runner = Runner(function, chunk.inputs, context=self._context)
                 return trace_modules(runner, runner.inputs, sample, query - start)
-            with torch.no_grad():
+            with torch.no_grad(), self._context():
                 forward(*chunk.inputs.args, **chunk.inputs.kwargs)
         return []
 
@@ -55,14 +74,11 @@ class ChunkedDecoding:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal cache
-            answer, cache = self._step(self._model, self._named(args, kwargs), cache)
+            arguments = named_arguments(self._model, args, kwargs)
+            answer, cache = self._step(self._model, arguments, cache)
             return answer
 
         return forward
-
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = list(inspect.signature(getattr(self._model, "forward", self._model)).parameters)
-        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _chunks(self) -> Iterator[_Chunk]:
         start = 0

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from clearhead._core import type_error, value_error
+from clearhead._core import value_error
+from clearhead.dependence.forms.caches import find_step, without_cache
 from clearhead.dependence.forms.decoding import ChunkedDecoding, StepFunction
-from clearhead.dependence.proof import RowGap, compare, trace_modules
+from clearhead.dependence.proof import Comparison, RowGap, compare, trace_modules
 from clearhead.dependence.report import Outcome, Report
 from clearhead.dependence.subject import (
+    Measured,
     ModelInputs,
+    OutputRows,
     Runner,
+    comparison_floor,
     difference,
-    most_exact,
+    float64_copy,
     name_of,
+    paired,
     read_inputs,
-    rounding_floor,
+    recorded_dtypes,
     untouched,
 )
 
@@ -38,30 +41,30 @@ def audit_generation(
 ) -> Report:
     """Compare one pass with a prefill and single tokens, and with a prefill in chunks.
 
-    Models with `past_key_values` (Hugging Face) or `cache` (this library) are known; others need
+    A cache is known by its name, where the model takes it and returns it (`cache`,
+    `past_key_values`, `state`, ...); other models need
     `step(model, arguments, cache) -> (outputs, cache)`. `prefill` is the number of tokens before
     decoding begins (half by default), `chunks` the sizes of the chunks. In a finding `query` is
     the position that differs and `source` the one at which its chunk begins.
     """
     read = read_inputs(inputs)
-    step = step or _step_of(model)
-    if read.positions < 2:
-        note = "one position: there is nothing to decode after it"
-        return Report.of(name_of(model), QUESTION, [Outcome(notes=(note,))])
     sizes = _chunk_sizes(read.positions, prefill, chunks)
     with untouched(model):
-        exact, dtype = most_exact(model, _without_cache(read, model), float64=float64)
-        read = read.to(dtype) if dtype else read
-        whole = Runner(exact, _without_cache(read, exact))
-        ways = {kind: ChunkedDecoding(read, exact, step, of) for kind, of in sizes.items()}
-        stages = _comparison(whole, ways)
-    return Report.of(name_of(model), QUESTION, stages)
+        step = step or find_step(model, read)
+        exact = float64_copy(model, without_cache(read, model)) if float64 else None
+        compared = [_comparison(one, read, step, sizes) for one in (exact, Measured(model)) if one]
+    failures = dict.fromkeys(failure for _, failures in compared for failure in failures)
+    comparisons = [comparison for comparison, _ in compared]
+    outcomes = [*compare(*comparisons), *[one.runner.outcome for one in comparisons]]
+    return Report.of(name_of(model), QUESTION, [*outcomes, *failures])
 
 
 def _chunk_sizes(
     positions: int, prefill: int | None, chunks: Sequence[int] | None
 ) -> dict[str, list[int]]:
     prefill = prefill or (positions + 1) // 2
+    if positions < 2:
+        raise value_error("inputs", "need two positions, to decode one after the other", got=1)
     third = max(positions // 3, 1)
     thirds = [third, third, positions - 2 * third] if positions > 2 else [1] * positions
     chunks = list(chunks or thirds)
@@ -72,61 +75,42 @@ def _chunk_sizes(
     return {"token by token": [prefill] + [1] * (positions - prefill), "in chunks": chunks}
 
 
-def _comparison(whole: Runner, ways: dict[str, ChunkedDecoding]) -> list[Outcome]:
-    floor, gaps = rounding_floor(whole, other_shapes=True), list[RowGap]()
-    for kind, decoding in ways.items():
-        gaps += _gaps(whole, kind, decoding)
+def _comparison(
+    measured: Measured, read: ModelInputs, step: StepFunction, sizes: dict[str, list[int]]
+) -> tuple[Comparison, list[Outcome]]:
+    whole = measured.runner(without_cache(read, measured.model))
+    ways = {kind: ChunkedDecoding(read, measured, step, chunks) for kind, chunks in sizes.items()}
 
     def trace(gap: RowGap) -> Any:
         decoded = ways[gap.kind].trace(gap.sample, gap.query, gap.source)
         return trace_modules(whole, whole.inputs, gap.sample, gap.query), decoded
 
-    compared = compare(whole, gaps, floor, trace)
-    return [compared, whole.outcome, Outcome(pairs=len(gaps), forwards=len(ways))]
+    gaps, failures = list[RowGap](), list[Outcome]()
+    with recorded_dtypes() as seen:
+        whole.base()
+        for kind, decoding in ways.items():
+            known = len(gaps)
+            try:
+                for start, outputs in decoding.run():
+                    gaps += _gaps(whole, kind, start, outputs)
+            except Exception as error:
+                failures.append(_failure(whole, kind, len(gaps) - known, error))
+    return Comparison(whole, gaps, comparison_floor(whole, seen), trace), failures
 
 
-def _gaps(whole: Runner, kind: str, decoding: ChunkedDecoding) -> list[RowGap]:
+def _failure(whole: Runner, kind: str, known: int, error: Exception) -> Outcome:
+    rest = whole.inputs.batch * whole.inputs.positions - known
+    message = str(error).partition("\n")[0]
+    trouble = f"{kind}: the model itself fails with {type(error).__name__}: {message}"
+    return Outcome(pairs=rest, untested=rest, trouble=(trouble,))
+
+
+def _gaps(whole: Runner, kind: str, start: int, outputs: list[OutputRows]) -> Iterator[RowGap]:
     hint = f"decoding {kind} differs: is the mask or the position offset by the cache?"
-    gaps = []
-    for start, outputs in decoding.run():
-        for one, part in zip(whole.base(), outputs, strict=False):
-            stop = start + part.rows.shape[1]
-            for sample, rows in enumerate(part.rows):
-                sizes = difference(one.rows[sample, start:stop], rows).tolist()
-                gaps += [
-                    RowGap(start, start + n, size, kind, sample, hint)
-                    for n, size in enumerate(sizes)
-                ]
-    return gaps
-
-
-def _without_cache(read: ModelInputs, model: Any) -> ModelInputs:
-    names = inspect.signature(getattr(model, "forward", model)).parameters
-    kwargs = {k: v for k, v in read.kwargs.items() if k not in ("past_key_values", "cache")}
-    if "use_cache" in names:
-        kwargs["use_cache"] = False
-    return replace(read, kwargs=kwargs)
-
-
-def _step_of(model: Any) -> StepFunction:
-    names = inspect.signature(getattr(model, "forward", model)).parameters
-    if "past_key_values" in names or hasattr(getattr(model, "config", None), "use_cache"):
-        return _hugging_face
-    if "cache" in names and hasattr(model, "new_cache"):
-        return _own
-    raise type_error(
-        "model",
-        "must take past_key_values (Hugging Face) or cache (clearhead.models)",
-        got=f"{name_of(model)}({', '.join(names)})",
-        hint="pass step=, a function (model, arguments, cache) -> (outputs, cache)",
-    )
-
-
-def _hugging_face(model: Any, arguments: dict[str, Any], cache: Any) -> tuple[Any, Any]:
-    answer = model(**{**arguments, "past_key_values": cache, "use_cache": True})
-    return {"logits": answer[0]}, answer.past_key_values
-
-
-def _own(model: Any, arguments: dict[str, Any], cache: Any) -> tuple[Any, Any]:
-    cache = model.new_cache() if cache is None else cache
-    return model(**arguments, cache=cache), cache
+    both = paired(whole.base(), outputs)
+    stop = start + both[0][1].rows.shape[1]
+    for sample in range(whole.inputs.batch):
+        found = difference([(w.rows[sample, start:stop], c.rows[sample]) for w, c in both])
+        values = zip(found.sizes.tolist(), found.undefined.tolist(), strict=True)
+        for n, (size, unknown) in enumerate(values):
+            yield RowGap(start, start + n, size, kind, sample, hint, unknown)

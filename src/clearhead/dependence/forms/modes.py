@@ -10,15 +10,19 @@ import torch
 from torch import nn
 
 from clearhead._core import type_error
-from clearhead.dependence.proof import RowGap, compare, trace_modules
+from clearhead.dependence.proof import Comparison, RowGap, compare, trace_modules
 from clearhead.dependence.report import Outcome, Report
 from clearhead.dependence.subject import (
+    Measured,
+    ModelInputs,
     Runner,
+    comparison_floor,
     difference,
-    most_exact,
+    float64_copy,
     name_of,
+    paired,
     read_inputs,
-    rounding_floor,
+    recorded_dtypes,
     untouched,
 )
 
@@ -45,9 +49,9 @@ def audit_modes(
         raise type_error("model", "must be a module, to be put in other modes", got=name_of(model))
     read = read_inputs(inputs, axis=axis)
     with untouched(model):
-        plain, dtype = most_exact(copy.deepcopy(model).eval(), read, float64=float64)
-        base = Runner(plain, read.to(dtype) if dtype else read)
-        stages = _comparison(plain, base)
+        own = Measured(copy.deepcopy(model).eval())
+        exact = float64_copy(own.model, read) if float64 else None
+        stages = _comparison(exact, own, read)
     return Report.of(name_of(model), "all modes give the same outputs", stages)
 
 
@@ -59,41 +63,53 @@ class _ModeResult(NamedTuple):
     outcome: Outcome
 
 
-def _comparison(plain: nn.Module, base: Runner) -> list[Outcome]:
-    floor = rounding_floor(base, other_shapes=True)
-    modes = [*_torch_modes(plain), *_library_modes(plain)]
-    results = {kind: _compare_mode(base, kind, Runner(model, base.inputs)) for kind, model in modes}
-    compared = {kind: result.runner for kind, result in results.items() if result.gaps}
-
-    def trace(gap: RowGap) -> Any:
-        runners = (base, compared[gap.kind])
-        return tuple(trace_modules(r, r.inputs, gap.sample, gap.query) for r in runners)
-
-    gaps = [gap for result in results.values() for gap in result.gaps]
+def _comparison(exact: Measured | None, own: Measured, read: ModelInputs) -> list[Outcome]:
+    results, compared = _compare_modes(exact or own, read)
+    in_own = None if exact is None else _compare_modes(own, read)[1]
+    names = ", ".join(kind for kind, result in results.items() if result.gaps)
     return [
         *[result.outcome for result in results.values()],
-        compare(base, gaps, floor, trace),
-        Outcome(notes=("compared: " + ", ".join(compared),)),
+        *compare(compared, in_own),
+        Outcome(notes=(f"compared: {names}",)),
     ]
 
 
+def _compare_modes(
+    measured: Measured, read: ModelInputs
+) -> tuple[dict[str, _ModeResult], Comparison]:
+    base = measured.runner(read)
+    modes = [*_torch_modes(measured.model), *_library_modes(measured.model)]
+    with recorded_dtypes() as seen:
+        results = {
+            kind: _compare_mode(base, kind, measured._replace(model=model).runner(read))
+            for kind, model in modes
+        }
+
+    def trace(gap: RowGap) -> Any:
+        runners = (base, results[gap.kind].runner)
+        return tuple(trace_modules(r, r.inputs, gap.sample, gap.query) for r in runners)
+
+    gaps = [gap for result in results.values() for gap in result.gaps]
+    return results, Comparison(base, gaps, comparison_floor(base, seen), trace)
+
+
 def _compare_mode(base: Runner, kind: str, runner: Runner) -> _ModeResult:
+    rows = base.inputs.batch * base.inputs.positions
     try:
-        sizes = [
-            difference(one.rows.flatten(0, 1), two.rows.flatten(0, 1))
-            for one, two in zip(base.base(), runner.base(), strict=False)
-        ]
+        both = paired(base.base(), runner.base())
+        found = difference([(one.rows.flatten(0, 1), two.rows.flatten(0, 1)) for one, two in both])
     except Exception as error:
-        trouble = f"{kind}: {type(error).__name__}: {error}"
-        return _ModeResult(runner, [], Outcome(trouble=(trouble,)))
+        trouble = f"{kind}: the model fails with {type(error).__name__}: {error}"
+        return _ModeResult(runner, [], Outcome(pairs=rows, untested=rows, trouble=(trouble,)))
     if runner.draws and kind == "train":
         note = "train: still random with every dropout rate at 0; not compared"
         return _ModeResult(runner, [], Outcome(notes=(note,)))
     hint, gaps = _HINTS.get(kind, f"{kind} differs"), []
-    for number, size in enumerate(torch.stack(sizes).amax(0).tolist()):
+    sizes, undefined = found.sizes.tolist(), found.undefined.tolist()
+    for number, (size, unknown) in enumerate(zip(sizes, undefined, strict=True)):
         sample, position = divmod(number, base.inputs.positions)
-        gaps.append(RowGap(position, position, size, kind, sample, hint))
-    return _ModeResult(runner, gaps, Outcome(pairs=len(gaps), forwards=1))
+        gaps.append(RowGap(position, position, size, kind, sample, hint, unknown))
+    return _ModeResult(runner, gaps, Outcome(forwards=1))
 
 
 def _torch_modes(plain: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:

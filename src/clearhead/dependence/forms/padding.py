@@ -12,19 +12,28 @@ from torch import Tensor
 from clearhead._core import type_error, value_error
 from clearhead.dependence.forms.padded import PaddedBatch
 from clearhead.dependence.options import AuditOptions
-from clearhead.dependence.proof import RowGap, compare, decide, run_plan, trace_modules
+from clearhead.dependence.proof import (
+    Comparison,
+    RowGap,
+    compare,
+    decide,
+    run_plan,
+    trace_modules,
+)
 from clearhead.dependence.report import Finding, Outcome, Report
 from clearhead.dependence.subject import (
+    Measured,
     ModelInputs,
     Runner,
-    Snapshot,
+    comparison_floor,
     difference,
     embedding_of,
-    most_exact,
+    float64_copy,
     name_of,
+    paired,
     read_inputs,
+    recorded_dtypes,
     replacements,
-    rounding_floor,
     untouched,
 )
 
@@ -58,7 +67,7 @@ def audit_padding(
         for side in sides:
             padded = PaddedBatch(read, real, mask, side, amount, pad_token)
             stages += _check_content(model, padded, restore, options)
-            stages += _check_alone(model, padded, restore, options)
+            stages += _check_alone(model, padded, options)
     return Report.of(name_of(model), "padding changes nothing that is real", stages)
 
 
@@ -123,18 +132,17 @@ def _relabelled(finding: Finding, side: str) -> Finding:
     )
 
 
-def _check_alone(
-    model: Any, padded: PaddedBatch, restore: Callable[[], list[str]], options: AuditOptions
-) -> list[Outcome]:
+def _check_alone(model: Any, padded: PaddedBatch, options: AuditOptions) -> list[Outcome]:
     """Compare each sample in the padded batch with the same sample alone, without padding."""
-    model, dtype = most_exact(model, padded.batch, float64=options.float64)
-    if dtype:
-        restore = Snapshot(model).restore
-    together, *alone = [
-        Runner(model, inputs.to(dtype) if dtype else inputs, restore=restore)
-        for inputs in (padded.batch, *padded.alone)
-    ]
-    gaps = [gap for sample in range(len(alone)) for gap in _gaps(padded, together, alone, sample)]
+    own = Measured(model)
+    exact = float64_copy(model, padded.batch) if options.float64 else None
+    compared = [_comparison(one, padded) for one in (exact, own) if one is not None]
+    return [*compare(*compared), Outcome(forwards=len(compared))]
+
+
+def _comparison(measured: Measured, padded: PaddedBatch) -> Comparison:
+    together = measured.runner(padded.batch)
+    alone = [measured.runner(inputs) for inputs in padded.alone]
 
     def trace(gap: RowGap) -> Any:
         one, position = alone[gap.sample], gap.query - padded.start(gap.sample)
@@ -143,24 +151,24 @@ def _check_alone(
             trace_modules(together, together.inputs, gap.sample, gap.query),
         )
 
-    floor = rounding_floor(together, other_shapes=True)
-    return [compare(together, gaps, floor, trace), Outcome(forwards=1)]
+    with recorded_dtypes() as seen:
+        gaps = [gap for n, one in enumerate(alone) for gap in _gaps(padded, together, one, n)]
+    return Comparison(together, gaps, comparison_floor(together, seen), trace)
 
 
-def _gaps(
-    padded: PaddedBatch, together: Runner, alone: Sequence[Runner], sample: int
-) -> list[RowGap]:
-    start, sizes = padded.start(sample), []
-    for one, many in zip(alone[sample].base(), together.base(), strict=True):
-        stop = start + len(one.rows[0])
-        sizes.append(difference(one.rows[0], many.rows[sample, start:stop]))
+def _gaps(padded: PaddedBatch, together: Runner, alone: Runner, sample: int) -> list[RowGap]:
+    start = padded.start(sample)
+    stop = start + len(padded.rows[sample])
+    both = paired(alone.base(), together.base())
+    found = difference([(one.rows[0], many.rows[sample, start:stop]) for one, many in both])
     source = 0 if padded.side == "left" else padded.size - 1
     hint = (
         f"sample {sample} alone gives another output than with padding on the {padded.side}: "
         "are positions counted over the padding (pass position_ids), or is it attended to?"
     )
     kind = f"amount of {padded.side} padding"
+    sizes, undefined = found.sizes.tolist(), found.undefined.tolist()
     return [
-        RowGap(source, start + n, size, kind, sample, hint)
-        for n, size in enumerate(torch.stack(sizes).amax(0).tolist())
+        RowGap(source, start + n, size, kind, sample, hint, unknown)
+        for n, (size, unknown) in enumerate(zip(sizes, undefined, strict=True))
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from clearhead._core import value_error
 from clearhead.dependence.options import AuditOptions
 from clearhead.dependence.proof import check_repeatability, decide, run_plan
-from clearhead.dependence.report import Outcome, Report
+from clearhead.dependence.report import BATCH, Outcome, Report
 from clearhead.dependence.subject import (
     Key,
     ModelInputs,
@@ -66,6 +66,9 @@ def _proof(runner: Runner, options: AuditOptions) -> list[Outcome]:
     forbidden = ~torch.eye(runner.inputs.positions, dtype=torch.bool)[None]
     found = run_plan(runner, forbidden)
     decided = decide(runner, found.suspects, forbidden, float64=options.float64)
+    # Hints speak of positions, and these are samples.
+    findings = tuple(replace(finding, kind=BATCH, hint="") for finding in decided.findings)
+    decided = decided._replace(findings=findings)
     return [repeatability.outcome, found.outcome, decided, runner.outcome]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ def remeasured(runner: Runner, suspects: Sequence[Suspect]) -> list[Suspect]:
     for suspect in suspects:
         moved = by_id[id(suspect.perturbation)]
         if moved is not None:
-            size = _size(moved, suspect)
-            measured.append(Suspect(suspect.sample, suspect.query, suspect.perturbation, size))
+            measured.append(replace(suspect, size=suspect.size_in(moved)))
     return measured
 
 
@@ -48,8 +48,9 @@ def representatives(leaks: Sequence[Suspect]) -> list[Suspect]:
     return [picked[key] for key in sorted(picked)]
 
 
-def narrowed(runner: Runner, leak: Suspect, forbidden: Tensor, floor: float) -> Finding:
+def narrowed(runner: Runner, leak: Suspect, forbidden: Tensor) -> Finding:
     """Find the source of a leak and its module, by bisection."""
+    floor = leak.floor
     perturbation, size, alone = _bisected(runner, leak, floor)
     sources = perturbation.sources[leak.sample].nonzero().flatten().tolist()
     source = sources[0]
@@ -79,13 +80,9 @@ def _strongest(
     runner: Runner, perturbations: list[Perturbation], leak: Suspect
 ) -> tuple[Perturbation, float]:
     moves = runner.movements(perturbations)
-    sizes = [0.0 if moved is None else _size(moved, leak) for moved in moves]
+    sizes = [0.0 if moved is None else leak.size_in(moved) for moved in moves]
     best = max(range(len(sizes)), key=sizes.__getitem__)
     return perturbations[best], sizes[best]
-
-
-def _size(moved: Tensor, suspect: Suspect) -> float:
-    return float(moved[suspect.sample if len(moved) > 1 else 0, suspect.query])
 
 
 def _only(perturbation: Perturbation, sample: int, sources: Tensor) -> Perturbation:

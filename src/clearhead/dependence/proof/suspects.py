@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead.dependence.proof.plan import PlannedRun, make_plan
 from clearhead.dependence.proof.separability import NotSeparable, reachable
 from clearhead.dependence.report import Outcome
-from clearhead.dependence.subject import Perturbation, Runner
+from clearhead.dependence.subject import Perturbation, Runner, undefined
 
 __all__ = ["Search", "Suspect", "run_plan", "search"]
 
@@ -29,6 +29,16 @@ class Suspect:
     query: int
     perturbation: Perturbation
     size: float
+    floor: float = 0.0  # what rounding can do to it, once that is measured
+
+    def size_in(self, moved: Tensor) -> float:
+        """How far this output moved, out of (batch or 1, position)."""
+        return float(moved[self.sample if len(moved) > 1 else 0, self.query])
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The output that moved."""
+        return self.sample, self.query
 
 
 class Search(NamedTuple):
@@ -38,15 +48,21 @@ class Search(NamedTuple):
     pairs: int
     untested: int = 0
     notes: tuple[str, ...] = ()
+    trouble: tuple[str, ...] = ()
+    # The pairs of a run that ended early, because it had found suspects.
+    left: Tensor | None = None
 
     @property
     def outcome(self) -> Outcome:
         """The findings of this stage; whether a suspect leaks is for the next one to say."""
-        return Outcome(pairs=self.pairs, untested=self.untested, notes=self.notes)
+        return Outcome(
+            pairs=self.pairs, untested=self.untested, notes=self.notes, trouble=self.trouble
+        )
 
 
 def search(runner: Runner, forbidden: Tensor, budget: int | None, *, separable: bool) -> Search:
     """Test every forbidden pair, part by part where runs would take long, else run by run."""
+    separable = separable and not undefined(runner.base()).any()
     if not separable or not _is_long(runner, forbidden):
         return run_plan(runner, forbidden, budget)
     try:
@@ -71,7 +87,8 @@ def _confirm(runner: Runner, forbidden: Tensor, reached: Tensor, budget: int | N
     found = run_plan(runner, left, min(budget or SOME_RUNS, SOME_RUNS))
     if not found.suspects and budget is None:
         found = run_plan(runner, left)
-    return Search(found.suspects, pairs, found.untested, (note,))
+    rest = left if found.untested and budget is None else None
+    return Search(found.suspects, pairs, found.untested, (note,), left=rest)
 
 
 def run_plan(runner: Runner, forbidden: Tensor, budget: int | None = None) -> Search:
@@ -79,14 +96,15 @@ def run_plan(runner: Runner, forbidden: Tensor, budget: int | None = None) -> Se
     batch = runner.inputs.batch
     runs = _planned(runner, forbidden, budget)
     perturbations = [Perturbation(torch.from_numpy(run.sources), n) for run, n in runs]
-    left = forbidden.expand(batch, -1, -1).clone()
+    left, unknown = forbidden.expand(batch, -1, -1).clone(), undefined(runner.base())
     suspects: dict[tuple[int, int], Suspect] = {}
     moves = runner.movements(perturbations)
     for (run, _), perturbation, moved in zip(runs, perturbations, moves, strict=True):
         if moved is None:
             continue
         queries = torch.from_numpy(run.queries)
-        left &= ~(queries[:, :, None] & perturbation.sources[:, None, :])
+        known = queries & ~unknown.expand_as(queries)
+        left &= ~(known[:, :, None] & perturbation.sources[:, None, :])
         for sample, query in (queries.expand_as(moved) & (moved > 0)).nonzero().tolist():
             size = float(moved[sample, query])
             old = suspects.get((sample, query))
@@ -95,7 +113,17 @@ def run_plan(runner: Runner, forbidden: Tensor, budget: int | None = None) -> Se
     pairs = _count(runner, forbidden)
     # Where equal runs differ, an output that did not move further proves nothing.
     untested = pairs if runner.noisy else int(left.sum())
-    return Search(list(suspects.values()), pairs, untested)
+    return Search(list(suspects.values()), pairs, untested, trouble=_undefined(unknown))
+
+
+def _undefined(unknown: Tensor) -> tuple[str, ...]:
+    if not unknown.any():
+        return ()
+    sample, position = unknown.nonzero()[0].tolist()
+    return (
+        f"NaN or inf in the output at {int(unknown.sum())} of {unknown.numel()} positions (first: "
+        f"sample {sample}, position {position}): whether these depend on an input is not known",
+    )
 
 
 def _planned(runner: Runner, forbidden: Tensor, budget: int | None) -> list[tuple[PlannedRun, int]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from clearhead.dependence.proof.measurement import Measurement, measure
 from clearhead.dependence.proof.narrowing import (
     INVERTED,
     NEXT,
@@ -17,7 +18,14 @@ from clearhead.dependence.proof.narrowing import (
 )
 from clearhead.dependence.proof.suspects import Suspect
 from clearhead.dependence.report import Outcome
-from clearhead.dependence.subject import Perturbation, Runner, float64_runner, rounding_floor
+from clearhead.dependence.subject import (
+    MARGIN,
+    Perturbation,
+    Runner,
+    float64_copy,
+    largest,
+    unit_of,
+)
 
 __all__ = ["decide"]
 
@@ -31,46 +39,125 @@ def decide(
     runner: Runner, suspects: Sequence[Suspect], forbidden: Tensor, *, float64: bool = True
 ) -> Outcome:
     """Keep the suspects that are no rounding, and find which pair and which module each is."""
+    unit = unit_of(runner.dtypes())
     if not suspects:
-        return Outcome()
-    double = float64_runner(runner) if float64 else None
-    if double is not None:
-        double.copies = runner.copies if double.enable_copies(runner.copies) else 1
-        suspects = remeasured(double, suspects)
-    judging = double or runner
-    floor = rounding_floor(judging)
-    leaks = [suspect for suspect in suspects if suspect.size > floor]
-    small = [suspect.size for suspect in suspects if 0 < suspect.size <= floor]
-    found = _leaks(judging, leaks, forbidden, floor)
-    notes = _rounding(small, floor, double is not None) + found.notes
-    if double is not None and leaks:
-        notes += ("sizes were measured on a float64 copy of the model",)
-    return found._replace(notes=notes, forwards=0.0 if double is None else double.forwards)
+        return Outcome(resolution=unit)
+    double = _double(runner) if float64 else None
+    found = (
+        _decide_in_own_dtype(runner, suspects, forbidden)
+        if double is None
+        else _decide_in_float64(runner, double, suspects, forbidden)
+    )
+    return found._replace(resolution=max(unit, found.resolution))
 
 
-def _rounding(small: list[float], floor: float, in_float64: bool) -> tuple[str, ...]:
-    if not small:
-        return ()
-    if in_float64:
-        return (
-            f"{len(small)} outputs moved by rounding only (in float64 by at most {max(small):.1g}, "
-            f"floor {floor:.1g})",
+def _decide_in_own_dtype(runner: Runner, suspects: Sequence[Suspect], forbidden: Tensor) -> Outcome:
+    own = measure(runner, suspects)
+    notes: tuple[str, ...] = ()
+    if own.rounding:
+        notes = (
+            f"{len(own.rounding)} outputs moved by less than rounding can ({own.floor:.2g}): "
+            "undecided; pass the module itself, so that it can be measured in float64",
         )
-    return (
-        f"{len(small)} outputs moved by less than rounding can ({floor:.2g}): undecided; "
-        "pass the module itself, so that it can be measured in float64",
+    found = _joined(_found(own, forbidden), _unclear(own))
+    return found._replace(notes=notes + found.notes, resolution=own.resolution)
+
+
+def _decide_in_float64(
+    runner: Runner, double: Runner, suspects: Sequence[Suspect], forbidden: Tensor
+) -> Outcome:
+    exact = measure(double, remeasured(double, suspects))
+    # In float64 the model may take another branch (a bucket, a top-k, a comparison), so that what
+    # leaks in its own dtype does not move there at all.
+    explained = {leak.place for leak in exact.leaks}
+    own = measure(runner, _beyond_one_rounding(runner, suspects, explained))
+    found = _joined(_found(exact, forbidden), _found(own, forbidden), _unclear(own))
+    return found._replace(
+        notes=_rounding(exact, own) + _notes_on_sizes(exact, own) + found.notes,
+        forwards=double.forwards,
+        resolution=exact.resolution,
     )
 
 
-def _leaks(runner: Runner, leaks: Sequence[Suspect], forbidden: Tensor, floor: float) -> Outcome:
-    findings = [narrowed(runner, leak, forbidden, floor) for leak in representatives(leaks)]
+def _beyond_one_rounding(
+    runner: Runner, suspects: Sequence[Suspect], explained: set[tuple[int, int]]
+) -> list[Suspect]:
+    rounding = MARGIN * unit_of(runner.dtypes()) * largest(runner.base())
+    return [s for s in suspects if s.place not in explained and s.size > rounding]
+
+
+def _double(runner: Runner) -> Runner | None:
+    """Make the same runner on a float64 copy of the model, or None where there is none."""
+    copied = float64_copy(runner.model, runner.inputs)
+    if copied is None:
+        return None
+    double = copied.runner(runner.inputs, runner.replacements)
+    double.single, double.noisy = runner.single, runner.noisy
+    double.copies = runner.copies if double.enable_copies(runner.copies) else 1
+    return double
+
+
+def _rounding(exact: Measurement, own: Measurement) -> tuple[str, ...]:
+    leaks = {leak.place for leak in own.leaks}
+    small = [suspect.size for suspect in exact.rounding if suspect.place not in leaks]
+    if not small:
+        return ()
+    return (
+        f"{len(small)} outputs moved by rounding only (in float64 by at most {max(small):.1g}, "
+        f"floor {exact.floor:.1g})",
+    )
+
+
+def _notes_on_sizes(exact: Measurement, own: Measurement) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if exact.leaks:
+        notes += ("sizes were measured on a float64 copy of the model",)
+    if own.leaks:
+        notes += (
+            f"{len(own.leaks)} outputs move in the model's own dtype, and not in a float64 copy, "
+            "which takes another branch (a bucket, a top-k, a comparison); the sizes of these were "
+            "measured in the own dtype",
+        )
+    return notes
+
+
+def _unclear(own: Measurement) -> Outcome:
+    """Report the suspects that are too large for rounding, but not larger than what it causes."""
+    if not own.unclear:
+        return Outcome()
+    most = max(own.unclear, key=lambda suspect: suspect.size)
+    trouble = (
+        f"{len(own.unclear)} outputs moved by up to {most.size:.3g} (sample {most.sample}, output "
+        f"{most.query}), and rounding alone moves outputs by {own.floor / MARGIN:.2g}, as if it "
+        "flipped a branch: undecided"
+    )
+    return Outcome(untested=len(own.unclear), trouble=(trouble,))
+
+
+def _joined(*outcomes: Outcome) -> Outcome:
+    findings = [finding for outcome in outcomes for finding in outcome.findings]
+    notes = dict.fromkeys(note for outcome in outcomes for note in outcome.notes)
+    return Outcome(
+        tuple(sorted(findings, key=lambda finding: (finding.sample, finding.query))),
+        moved=sum(outcome.moved for outcome in outcomes),
+        untested=sum(outcome.untested for outcome in outcomes),
+        trouble=tuple(text for outcome in outcomes for text in outcome.trouble),
+        notes=tuple(notes),
+    )
+
+
+def _found(measured: Measurement, forbidden: Tensor) -> Outcome:
+    """Narrow the leaks down."""
+    leaks = measured.leaks
+    if not leaks:
+        return Outcome()
+    findings = [narrowed(measured.runner, leak, forbidden) for leak in representatives(leaks)]
     notes: tuple[str, ...] = ()
     inverted = any(finding.hint == INVERTED for finding in findings)
-    if leaks and not inverted and _reads_both_sides(runner, forbidden, floor):
+    if not inverted and _reads_both_sides(measured.runner, forbidden, measured.floor):
         findings = [replace(f, hint="" if f.hint == NEXT else f.hint) for f in findings]
         notes = (BOTH_SIDES,)
-    moved = len({(leak.sample, leak.query) for leak in leaks})
-    return Outcome(tuple(findings), moved=moved, notes=notes)
+    return Outcome(tuple(findings), moved=len({leak.place for leak in leaks}), notes=notes)
 
 
 def _reads_both_sides(runner: Runner, forbidden: Tensor, floor: float) -> bool:

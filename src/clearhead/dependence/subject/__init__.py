@@ -10,14 +10,18 @@ from clearhead.dependence.subject.inputs import (
     read_inputs,
 )
 from clearhead.dependence.subject.outputs import (
+    Difference,
     OutputRows,
     difference,
+    largest,
     movement,
     outputs_of,
+    paired,
     rows_of,
     tensors_in,
+    undefined,
 )
-from clearhead.dependence.subject.precision import float64_runner, most_exact, rounding_floor
+from clearhead.dependence.subject.precision import Measured, float64_copy
 from clearhead.dependence.subject.replacements import (
     Perturbation,
     Replacement,
@@ -25,12 +29,22 @@ from clearhead.dependence.subject.replacements import (
     replacements,
     splice,
 )
+from clearhead.dependence.subject.rounding import (
+    MARGIN,
+    comparison_floor,
+    recorded_dtypes,
+    rounding_floor,
+    unit_of,
+)
 from clearhead.dependence.subject.runner import Runner, name_of
 from clearhead.dependence.subject.state import Snapshot, modules_in, untouched
 
 __all__ = [
+    "MARGIN",
     "ContentInput",
+    "Difference",
     "Key",
+    "Measured",
     "ModelInputs",
     "OutputRows",
     "Perturbation",
@@ -38,19 +52,24 @@ __all__ = [
     "Runner",
     "Snapshot",
     "call",
+    "comparison_floor",
     "difference",
     "embedding_of",
-    "float64_runner",
+    "float64_copy",
+    "largest",
     "modules_in",
-    "most_exact",
     "movement",
     "name_of",
     "outputs_of",
+    "paired",
     "read_inputs",
+    "recorded_dtypes",
     "replacements",
     "rounding_floor",
     "rows_of",
     "splice",
     "tensors_in",
+    "undefined",
+    "unit_of",
     "untouched",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,18 @@ from torch import Tensor
 from clearhead._core import value_error
 from clearhead.dependence.subject.inputs import ModelInputs
 
-__all__ = ["OutputRows", "difference", "movement", "outputs_of", "rows_of", "tensors_in"]
+__all__ = [
+    "Difference",
+    "OutputRows",
+    "difference",
+    "largest",
+    "movement",
+    "outputs_of",
+    "paired",
+    "rows_of",
+    "tensors_in",
+    "undefined",
+]
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,24 @@ def movement(before: Sequence[OutputRows], after: Sequence[OutputRows]) -> Tenso
     return torch.stack(torch.broadcast_tensors(*moves)).amax(0).cpu()
 
 
+def largest(outputs: Sequence[OutputRows]) -> float:
+    """Find the largest finite absolute value among the float outputs."""
+    rows = [output.rows for output in outputs if output.rows.is_floating_point()]
+    finite = [numbers for one in rows if len(numbers := one[torch.isfinite(one)])]
+    return max((numbers.abs().max().item() for numbers in finite), default=0.0)
+
+
+def undefined(outputs: Sequence[OutputRows]) -> Tensor:
+    """Find the rows with NaN or inf in any output, bool (batch, position)."""
+    rows = [output.rows for output in outputs]
+    wrong = [
+        ~torch.isfinite(one).all(-1) if one.is_floating_point() or one.is_complex()
+        else torch.zeros(one.shape[:2], dtype=torch.bool, device=one.device)
+        for one in rows
+    ]  # fmt: skip
+    return torch.stack(torch.broadcast_tensors(*wrong)).any(0).cpu()
+
+
 def _moved(old: Tensor, new: Tensor) -> Tensor:
     if torch.equal(old, new):
         return torch.zeros(old.shape[:2], dtype=torch.float64)
@@ -109,10 +138,30 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
     return size.amax(-1).double().cpu()
 
 
-def difference(one: Tensor, two: Tensor) -> Tensor:
-    """Compute the largest difference of each row (position, rest); inf where one is NaN."""
-    gap = (one.double() - two.double()).abs()
-    return torch.where(_same(one, two), 0.0, gap).nan_to_num(torch.inf, torch.inf).amax(-1).cpu()
+class Difference(NamedTuple):
+    """How far two runs differ in each row, and which rows have the same NaN or inf in both."""
+
+    sizes: Tensor
+    undefined: Tensor
+
+
+def difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> Difference:
+    """Compare pairs of (row, rest); the size is inf where only one of two is NaN or inf."""
+    sizes, undefined = [], []
+    for one, two in pairs:
+        gap = torch.where(_same(one, two), 0.0, (one.double() - two.double()).abs())
+        sizes.append(gap.nan_to_num(torch.inf, torch.inf).amax(-1).cpu())
+        undefined.append(~(torch.isfinite(one) & torch.isfinite(two)).all(-1).cpu())
+    return Difference(torch.stack(sizes).amax(0), torch.stack(undefined).any(0))
+
+
+def paired(
+    one: Sequence[OutputRows], two: Sequence[OutputRows]
+) -> list[tuple[OutputRows, OutputRows]]:
+    """Pair the outputs of two runs by name, or by order where no name is in both."""
+    by_name = {output.name: output for output in two}
+    common = [(output, by_name[output.name]) for output in one if output.name in by_name]
+    return common or list(zip(one, two, strict=False))
 
 
 def _same(one: Tensor, two: Tensor) -> Tensor:

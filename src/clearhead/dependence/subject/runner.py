@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -40,9 +41,11 @@ class Runner:
         inputs: ModelInputs,
         replacements: Sequence[Replacement] = (),
         restore: Callable[[], list[str]] | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self.model, self.inputs, self.replacements = model, inputs, list(replacements)
         self._restore = restore or Snapshot(model).restore
+        self._context = context
         self._random = random_state()
         self._bases: dict[int, list[OutputRows]] = {}
         self.forwards = 0.0
@@ -52,6 +55,8 @@ class Runner:
         self.edits: set[str] = set()
         self.draws, self.state = False, list[str]()
         self.single = self.noisy = False
+        # The precision of the constant tables of the model, where it is coarser than its outputs'.
+        self.table_eps = 0.0
 
     @property
     def outcome(self) -> Outcome:
@@ -70,7 +75,8 @@ class Runner:
         before = torch.get_rng_state()
         self.forwards += inputs.batch / self.inputs.batch
         try:
-            answer = call(self.model, inputs, self.edits)
+            with self._context():
+                answer = call(self.model, inputs, self.edits)
             self.draws |= not torch.equal(before, torch.get_rng_state())
             return outputs_of(answer, inputs)
         finally:
@@ -85,17 +91,9 @@ class Runner:
             self._bases[copies] = self.outputs(self.inputs.repeat(copies))
         return self._bases[copies]
 
-    def scale(self) -> float:
-        """The largest finite absolute value among the outputs."""
-        finite = [output.rows[torch.isfinite(output.rows)] for output in self._float_base()]
-        return max((numbers.abs().max().item() for numbers in finite if len(numbers)), default=0.0)
-
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the float outputs."""
-        return {output.rows.dtype for output in self._float_base()}
-
-    def _float_base(self) -> list[OutputRows]:
-        return [output for output in self.base() if output.rows.is_floating_point()]
+        return {one.rows.dtype for one in self.base() if one.rows.is_floating_point()}
 
     def movements(self, perturbations: Sequence[Perturbation]) -> Iterator[Tensor | None]:
         """Yield how far each output (batch, position) moves; None where the model fails."""
