@@ -13,16 +13,13 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from clearhead import masks
 from clearhead._capture.call import Call
 from clearhead._capture.describe import from_sdpa
-
-if TYPE_CHECKING:
-    from clearhead._capture.intercept import Interceptor
 
 __all__ = [
     "InterfaceCall",
@@ -44,6 +41,31 @@ _CROSS = ("crossattention", "cross_attn", "cross_attention", "encdecattention", 
 _LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 # Functions of the interface below which torch sees no matmul, softmax or attention function.
 _OPAQUE = ("flash", "flex", "paged|flash")
+
+
+class Listener(Protocol):
+    """What this file needs of an interceptor, which in turn needs this file."""
+
+    handler: Any
+    modules: Any
+    sites: Any
+
+    @property
+    def here(self) -> bool:
+        """Whether the code runs in the thread that is watched."""
+        ...
+
+    def split(self, mask: Tensor) -> Any:
+        """Split an additive mask into edges and a bias."""
+        ...
+
+    def suspended(self) -> Any:
+        """Run a block without interception."""
+        ...
+
+    def run_call(self, call: Any, run: Any, shape: Any, query: Tensor) -> Tensor:
+        """Run a call of a kernel between `before` and `after` of the handler."""
+        ...
 
 
 @dataclass
@@ -133,7 +155,7 @@ def ungrouped(call: InterfaceCall | None, given: dict[str, Any]) -> dict[str, An
     return {**given, **changes, "enable_gqa": True}
 
 
-def patches(model: Any, here: Callable[..., Sequence[Interceptor]]) -> Iterator[Patch]:
+def patches(model: Any, here: Callable[..., Sequence[Listener]]) -> Iterator[Patch]:
     """Give what is replaced while a model is watched.
 
     `here(module)` gives the interceptors of this thread in whose model a module is, innermost last;
@@ -168,9 +190,7 @@ def _generate(here: Any, model: Any, own: Callable[..., Any]) -> Callable[..., A
     return generate
 
 
-def _run_generate(
-    interceptor: Interceptor, run: Any, method: bool, *args: Any, **kwargs: Any
-) -> Any:
+def _run_generate(interceptor: Listener, run: Any, method: bool, *args: Any, **kwargs: Any) -> Any:
     if method:
         run, args = functools.partial(run, args[0]), args[1:]
     return interceptor.handler.generate(run, args, kwargs)
@@ -216,7 +236,7 @@ def _interface(here: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     return get_interface
 
 
-def _observed(interceptor: Interceptor, name: str, function: Any) -> Callable[..., Any]:
+def _observed(interceptor: Listener, name: str, function: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not interceptor.here or not interceptor.sites.listening:
@@ -239,7 +259,7 @@ def _observed(interceptor: Interceptor, name: str, function: Any) -> Callable[..
 
 def _described(
     name: str,
-    interceptor: Interceptor,
+    interceptor: Listener,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -287,7 +307,7 @@ def _more_masks(name: str, module: Any, block: Any, kwargs: Any) -> Iterator[mas
         yield masks.window(kwargs["sliding_window"])
 
 
-def _run_opaque(interceptor: Interceptor, call: Call, query: Tensor, run: Callable[[], Any]) -> Any:
+def _run_opaque(interceptor: Listener, call: Call, query: Tensor, run: Callable[[], Any]) -> Any:
     """Run a kernel without interception; its context is (batch, query, head, value_dim)."""
     others: list[Any] = []
 

@@ -24,12 +24,12 @@ from clearhead.masks.data import dense, keep, lengths
 from clearhead.masks.data import only_ones_and_zeros as only_ones_and_zeros
 from clearhead.masks.edgewise import edges, where
 from clearhead.masks.edgewise import from_ranges as from_ranges
+from clearhead.masks.expression import MAY_ATTEND as MAY_ATTEND
+from clearhead.masks.expression import guess as guess
+from clearhead.masks.expression import no_mask as no_mask
+from clearhead.masks.expression import parse
 from clearhead.masks.ids import document, duplicate, induction, same
 from clearhead.masks.mask import Mask
-from clearhead.masks.parse import MAY_ATTEND as MAY_ATTEND
-from clearhead.masks.parse import guess as guess
-from clearhead.masks.parse import no_mask as no_mask
-from clearhead.masks.parse import parse
 from clearhead.masks.positional import (
     band,
     causal,

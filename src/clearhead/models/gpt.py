@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from clearhead import attend, masks
+from clearhead import masks
+from clearhead.attention import attend
 from clearhead.models.checks import check_sizes, check_tokens
 from clearhead.models.text import Characters
 

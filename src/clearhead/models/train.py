@@ -301,7 +301,7 @@ def _mixed(seed: int, number: int) -> int:
 
 def make_shipped() -> Path:
     """Train the GPT that ships with the library, and write it in float16."""
-    from clearhead.models import GPT
+    from clearhead.models.gpt import GPT
 
     text = shipped_text()
     torch.manual_seed(0)
