@@ -46,6 +46,9 @@ class Pair(Mask):
         self.left.check(sizes)
         self.right.check(sizes)
 
+    def tensors(self) -> list[Tensor]:
+        return self.left.tensors() + self.right.tensors()
+
     def _least(self) -> int:
         return max(self.left._least(), self.right._least())
 
@@ -196,6 +199,9 @@ class Not(Mask, sign="~"):
     def check(self, sizes: Sizes) -> None:
         self.inner.check(sizes)
 
+    def tensors(self) -> list[Tensor]:
+        return self.inner.tensors()
+
     def _least(self) -> int:
         return self.inner._least()
 
@@ -279,6 +285,9 @@ class Appended(Mask, sign="+"):
 
     def check(self, sizes: Sizes) -> None:
         self.inner.check(self._before(sizes))
+
+    def tensors(self) -> list[Tensor]:
+        return self.inner.tensors()
 
     def _before(self, sizes: Sizes) -> Sizes:
         return sizes._replace(source=sizes.source - self.extra)

@@ -272,6 +272,9 @@ class Dense(Mask):
             tensor = tensor[..., queries.start : queries.stop, :]
         return tensor if tensor.ndim == 4 else tensor[None, None]
 
+    def tensors(self) -> list[Tensor]:
+        return [self.tensor]
+
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         b_, h_, i_, j_ = (torch.tensor(x, device=self.tensor.device) for x in (b, h, i, j))
         return f"the tensor is {bool(self._at(b_, h_, i_, j_, sizes))} there"
@@ -285,8 +288,9 @@ def dense(tensor: Tensor | Sequence[Sequence[bool]]) -> Mask:
     0 ■ ·
     1 · ■
 
-    Axes of size 1 fit every size. The tensor is not copied. Masks of other polarity or dtype have
-    their own converters: `from_multihead`, `from_additive`, `from_huggingface`.
+    Axes of size 1 fit every size. The tensor is not copied: editing it in place edits the mask,
+    and the backward pass of a call that used it raises a RuntimeError. Masks of other polarity or
+    dtype have their own converters: `from_multihead`, `from_additive`, `from_huggingface`.
     """
     tensor = require_bool("tensor", as_tensor("tensor", tensor, copy=False))
     if tensor.dim() not in (2, 4):

@@ -218,6 +218,10 @@ class EdgeSet:
         found = self._ranges(torch.arange(query), sizes, most)
         return None if found is None else Ranges.of(found)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the caller's tensors that the mask reads whenever it is asked, not copies."""
+        return []
+
     # Names and sizes.
 
     def _short(self) -> str:

@@ -73,6 +73,10 @@ class Reading:
         """List the floating-point tensors of the value that have no gradient."""
         return ()
 
+    def tensors(self) -> list[Tensor]:
+        """Return the caller's tensors that the reading reads whenever it is taken, not copies."""
+        return []
+
     def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
         """Count the bytes of the value, whose floating-point numbers take `itemsize` each.
 

@@ -266,8 +266,7 @@ class Mass(PerQueryReading, splits_grad=True):
     tensor([1.0000, 0.5000])
 
     `edges` is any mask: `first(4)` gives the attention sinks, `diagonal(1)` the previous-token
-    score, `induction(tokens)` the induction score (Olsson et al. 2022, "In-context Learning and
-    Induction Heads").
+    score, `induction(tokens)` the induction score (Olsson et al. 2022, "Induction Heads").
     """
 
     def __init__(self, edges: Mask):
@@ -278,6 +277,9 @@ class Mass(PerQueryReading, splits_grad=True):
 
     def check(self, sizes: Sizes) -> None:
         self.edges.check(sizes)
+
+    def tensors(self) -> list[Tensor]:
+        return self.edges.tensors()
 
     def part(self, strip: Strip) -> PerQuery:
         self.check(strip.sizes)

@@ -16,6 +16,7 @@ __all__ = [
     "bare",
     "constants",
     "filled",
+    "masks_of",
     "pull",
     "tensors_of",
     "through",
@@ -53,6 +54,16 @@ def wrapped(gradients: Sequence[Any]) -> bool:
 def bare(problem: Problem) -> Problem:
     """The problem without its tensors, which an autograd context may keep."""
     return filled(problem, (None,) * len(FIELDS))
+
+
+def masks_of(problem: Problem, read: Sequence[Reading]) -> list[Tensor]:
+    """The caller's mask tensors that a backward pass reads again.
+
+    Saved with the inputs, an edit in place makes the backward pass raise, as torch does. An
+    inference tensor cannot be saved.
+    """
+    sources = [*read] if problem.mask is None else [problem.mask, *read]
+    return [x for source in sources for x in source.tensors() if not x.is_inference()]
 
 
 def filled(problem: Problem, tensors: Sequence[Any]) -> Problem:

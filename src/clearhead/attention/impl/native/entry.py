@@ -17,6 +17,7 @@ from clearhead.attention.impl.autograd import (
     bare,
     constants,
     filled,
+    masks_of,
     tensors_of,
     through,
     wants_gradient,
@@ -204,12 +205,14 @@ class _Attend(torch.autograd.Function):
         ctx.native, ctx.problem, ctx.read = native, bare(problem), read
         ctx.set_materialize_grads(False)
         if not read:
-            ctx.save_for_backward(*inputs, context, results.lse, results.softmax)
+            masks = masks_of(problem, read)
+            ctx.save_for_backward(*inputs, context, results.lse, results.softmax, *masks)
             return context
         flat, ctx.tree = pytree.tree_flatten(values)
         trees.append(ctx.tree)
         kept = [x for r, v in zip(read, values, strict=True) if _keeps_value(r)
                 for x in pytree.tree_leaves(v)]  # fmt: skip
+        kept += masks_of(problem, read)
         ctx.save_for_backward(*inputs, context, results.lse, results.softmax, *kept)
         flat = [x.view_as(x) for x in flat]
         ctx.mark_non_differentiable(*constants(read, pytree.tree_unflatten(flat, ctx.tree)))

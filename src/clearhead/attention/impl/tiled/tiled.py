@@ -19,6 +19,7 @@ from clearhead.attention.impl.autograd import (
     bare,
     constants,
     filled,
+    masks_of,
     pull,
     tensors_of,
     wants_gradient,
@@ -163,7 +164,7 @@ class _Tiled(torch.autograd.Function):
         ctx.problem, ctx.read, ctx.tree = bare(problem), read, tree
         # Aliases: an output kept on ctx would keep itself alive.
         ctx.parts = pytree.tree_map_only(Tensor, Tensor.detach, parts)
-        ctx.save_for_backward(*inputs, context, lse)
+        ctx.save_for_backward(*inputs, context, lse, *masks_of(problem, read))
         ctx.set_materialize_grads(False)
         flat = [x.view_as(x) for x in flat]
         ctx.mark_non_differentiable(*constants(read, pytree.tree_unflatten(flat, tree)))
@@ -171,8 +172,8 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any):
-        *inputs, context, lse = ctx.saved_tensors
-        problem = filled(ctx.problem, inputs)
+        saved = ctx.saved_tensors
+        problem, (context, lse) = filled(ctx.problem, saved[:5]), saved[5:7]
         outer, *flat = gradients
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled() or wrapped(gradients):
