@@ -138,3 +138,33 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+SOURCE = Path(clearhead.__file__).parent
+# A file, and perhaps names in parentheses that it defines: `masks/mask.py` (`Mask`).
+MENTION = re.compile(r"`([\w/]+\.py)`(?:\s\(((?:`\w+`(?:,\s)?)+)\))?")
+
+
+def missing(text: str) -> list[str]:
+    """The files that a page mentions and that are not there, and names that they do not define."""
+    found = []
+    for name, names in MENTION.findall(text):
+        files = [path for path in SOURCE.rglob("*.py") if f"/{path}".endswith(f"/{name}")]
+        for word in re.findall(r"\w+", names):
+            defined = re.compile(rf"^\s*(?:def|class) {word}\b|^{word}\b.*=", re.MULTILINE)
+            files = [path for path in files if defined.search(path.read_text(encoding="utf-8"))]
+        if not files and not (ROOT / name).exists():
+            found.append(f"{name} {names}".strip())
+    return found
+
+
+def test_the_architecture_is_the_real_one() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(MENTION.findall(text)) > 40
+    assert missing(text) == []
+
+
+def test_a_file_or_name_that_is_not_there_is_found() -> None:
+    assert missing("`masks/mask.py` (`Mask`) and `README.md`") == []
+    lies = "`masks/unmask.py`, `masks/mask.py` (`Unmask`)"
+    assert missing(lies) == ["masks/unmask.py", "masks/mask.py `Unmask`"]

@@ -21,14 +21,14 @@ from clearhead.dependence.subject.outputs import (
     tensors_in,
     undefined,
 )
-from clearhead.dependence.subject.precision import Measured, float64_copy
-from clearhead.dependence.subject.replacements import (
+from clearhead.dependence.subject.perturbation import (
     Perturbation,
     Replacement,
     embedding_of,
     replacements,
     splice,
 )
+from clearhead.dependence.subject.precision import Measured, float64_copy
 from clearhead.dependence.subject.rounding import (
     MARGIN,
     comparison_floor,

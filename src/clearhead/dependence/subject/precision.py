@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from clearhead.dependence.subject.inputs import ModelInputs, call
 from clearhead.dependence.subject.outputs import OutputRows, outputs_of
-from clearhead.dependence.subject.replacements import Replacement
+from clearhead.dependence.subject.perturbation import Replacement
 from clearhead.dependence.subject.rounding import LOWER, recorded_dtypes
 from clearhead.dependence.subject.runner import Runner
 from clearhead.dependence.subject.state import untouched

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead.dependence.report import Outcome
 from clearhead.dependence.subject.inputs import ModelInputs, call
 from clearhead.dependence.subject.outputs import OutputRows, movement, outputs_of
-from clearhead.dependence.subject.replacements import Perturbation, Replacement, splice
+from clearhead.dependence.subject.perturbation import Perturbation, Replacement, splice
 from clearhead.dependence.subject.state import Snapshot, random_state, restore_random
 
 __all__ = ["Runner", "name_of"]
