@@ -303,7 +303,7 @@ def test_a_full_disk_is_said(corpus: Path, tmp_path: Path, capsys: Any, more: li
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         error = capsys.readouterr().err
         assert "--out: cannot be written; got" in error
-        assert "--resume then goes on" in error
+        assert "to do: make room; nothing is kept so far\n" in error
         assert not out.exists()
     assert scan(corpus, "--out", out, "--resume", *more) == 0
     assert scan(corpus, "--out", whole, *more) == 0
@@ -403,7 +403,9 @@ def test_broken_records_are_counted(tmp_path: Path, capsys: Any) -> None:
     assert scan(text, "--out", tmp_path / "a") == 0
     printed = capsys.readouterr().out
     assert "left out: 2 not UTF-8; the first: line 2" in printed
-    assert "left out: 1 not known to the model's tokenizer; the first: record 2" in printed
+    assert (
+        "left out: 1 not known to the model's tokenizer; the first: record 2, line 6: " in printed
+    )
     assert printed.splitlines()[-1] == f"Wrote {tmp_path / 'a'}"
     good = tmp_path / "good.txt"
     good.write_text("\n".join(LINES[:2]), encoding="utf-8")

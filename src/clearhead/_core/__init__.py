@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from clearhead._core import errors
 from clearhead._core.errors import did_you_mean, type_error, value_error, warn
-from clearhead._core.files import replacing
+from clearhead._core.files import link_target, remove_parts, replacing
 from clearhead._core.indices import is_number, numbers, position
-from clearhead._core.signals import stop_requests
+from clearhead._core.locks import is_file_at, take_lock
+from clearhead._core.signals import StopRequests
 from clearhead._core.sizes import Sizes
 from clearhead._core.transforms import active_transforms, readable
 
 __all__ = [
     "Sizes",
+    "StopRequests",
     "active_transforms",
     "did_you_mean",
     "errors",
+    "is_file_at",
     "is_number",
+    "link_target",
     "numbers",
     "position",
     "readable",
+    "remove_parts",
     "replacing",
-    "stop_requests",
+    "take_lock",
     "type_error",
     "value_error",
     "warn",

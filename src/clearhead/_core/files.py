@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from clearhead._core.errors import value_error
 
-__all__ = ["replacing"]
+__all__ = ["link_target", "remove_parts", "replacing"]
 
 
 @contextmanager
@@ -25,8 +26,10 @@ def replacing(path: Path) -> Iterator[Path]:
     'new'
 
     A full disk or a crash leaves the old file or the new one, and an error leaves no partial file.
-    A path that exists and is no regular file (a device, a pipe, a directory) is a ValueError.
+    The target of a link is written, and the link stays. A path that exists and is no regular file
+    (a device, a pipe, a directory) is a ValueError.
     """
+    path = link_target(path)
     if path.exists() and not path.is_file():
         raise value_error("path", "names a file", got=f"{path}, which is there and is none")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -36,4 +39,25 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
+        part.unlink(missing_ok=True)
+
+
+def link_target(path: Path) -> Path:
+    """Return the file that a link leads to, even if it does not exist yet; any other path as it is.
+
+    A link that leads to no name (to itself, to a pipe, to a file that was deleted) is a ValueError.
+    """
+    if not path.is_symlink():
+        return path
+    target = Path(os.path.realpath(path))
+    same = os.path.samefile(path, target) if path.exists() and target.exists() else False
+    if target.is_symlink() or (path.exists() and not same):
+        raise value_error("path", "is a link that leads to no file", got=path)
+    return target
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what processes that were killed had written of `path`; only its one writer may."""
+    path = link_target(path)
+    for part in path.parent.glob(f".{escape(path.name)}.*.part"):
         part.unlink(missing_ok=True)

@@ -9,50 +9,71 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "process"]
 
 COMMANDS = ("look", "mask", "train", "generate", "scan", "heads", "audit", "info")
-OK, MISUSE = 0, 2
+MISUSE, STOPPED = 2, 130
 EPILOG = """\
 start with:  clearhead look hell
 a command:   clearhead COMMAND --help
 exit codes:  0 ok, 1 a finding, 2 misuse, 130 stopped
+             3 could not be audited (audit alone)
 an error:    CLEARHEAD_TRACEBACK=1 shows where it arose"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit codes: 0 ok, 1 a finding, 2 misuse, 130 stopped."""
+    from clearhead.views import output_streams
+
+    with output_streams():
+        return _main(argv)
+
+
+def process() -> int:
+    """Run the command line as a process, whose exit code 1 is a finding, and no fault of ours."""
+    from clearhead.views import output_streams
+
+    with output_streams():
+        try:
+            return _main(None)
+        except KeyboardInterrupt:
+            return STOPPED
+        except Exception as error:
+            return _failed("", f"{type(error).__name__}: {error}")
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return MISUSE
-    from clearhead.views import any_encoding
-
-    if sys.stdout is None:  # closed by who started us, as a daemon's may be
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        with any_encoding():
-            code = arguments.run(arguments)
-            # Here, because a closed pipe may show only now.
-            sys.stdout.flush()
+        code = arguments.run(arguments)
+        # Here, because a full disk may show only now.
+        sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # The reader of a pipe went away (`clearhead look hell | head -3`): that is no error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return STOPPED
+    except SystemExit as error:
+        return _failed(
+            f" {arguments.command}", f"code that was run called sys.exit({error.code!r})"
+        )
     except (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as error:
-        if os.environ.get("CLEARHEAD_TRACEBACK"):
-            raise
-        print(f"clearhead {arguments.command}: {error}", file=sys.stderr)
-        return MISUSE
+        return _failed(f" {arguments.command}", str(error) or type(error).__name__)
+
+
+def _failed(command: str, message: str) -> int:
+    if os.environ.get("CLEARHEAD_TRACEBACK"):
+        traceback.print_exc(file=sys.stderr)
+    print(f"clearhead{command}: {message}", file=sys.stderr)
+    return MISUSE
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clearhead._core import value_error
 
-__all__ = ["add_text", "examples", "named", "text_of"]
+__all__ = ["add_text", "examples", "named", "note", "text_of"]
 
 
 def examples(parser: argparse.ArgumentParser, *lines: str) -> None:
@@ -43,7 +43,7 @@ def text_of(arguments: argparse.Namespace, metavar: str) -> str:
     if given == "-":
         return _standard_input(metavar).removesuffix("\n")
     if "." in given and _is_file(given):
-        print(f"note: {given} is read as a text; --file {given} reads the file", file=sys.stderr)
+        note(f"{given} is read as a text; --file {given} reads the file")
     return given
 
 
@@ -67,6 +67,11 @@ def _odd_byte(error: UnicodeError) -> str:
     assert isinstance(error, UnicodeEncodeError)
     # A locale that passes everything on hides byte 0x80 in the surrogate U+DC80.
     return f"byte {ord(error.object[error.start]) & 0xFF:#04x} at character {error.start}"
+
+
+def note(text: str) -> None:
+    """Print what has to be known beside the result."""
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _is_file(text: str) -> bool:

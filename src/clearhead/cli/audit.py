@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from clearhead._core import value_error
-from clearhead.cli.arguments import examples, named
+from clearhead.cli.arguments import examples, named, note
 
 if TYPE_CHECKING:
     from clearhead.dependence import Report
 
+# Random tokens, unless another number is asked for.
+LENGTH = 32
 HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
 
 
@@ -40,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, metavar="N", help="run at most N changed inputs")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", metavar="TEXT", help="the text to read (default: random tokens)")
-    source.add_argument(
-        "--length", type=int, metavar="N", default=32, help="the number of random tokens (32)"
-    )
+    source.add_argument("--length", type=int, metavar="N", help="the number of random tokens (32)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     examples(
         parser,
@@ -58,10 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit, print, and exit with 1 if something leaks, with 3 if not all could be tested."""
     from clearhead.views import document, render_report
 
-    with named(
-        depth="--depth", budget="--budget", allowed="--allowed", expression="--allowed",
-        padding="--padding",
-    ):  # fmt: skip
+    _check_use(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no part of the report
         report = _audit(arguments)
     if arguments.json:
         print(document(report.as_dict()))
@@ -72,17 +72,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _audit(arguments: argparse.Namespace) -> Report:
     """Load the model, make the inputs, and ask the question that was named."""
+    from clearhead import models
+
+    ids = _numbers(arguments.documents) if arguments.documents is not None else None
+    with named(model="SPEC", length="--length", text="--text"):
+        length = len(ids) if ids else LENGTH if arguments.length is None else arguments.length
+        model, inputs = _load(arguments, length)
+        known = (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError)
+        with models.small_threads(model, length), models.model_errors("the model", *known):
+            return _ask(arguments, model, inputs, ids)
+
+
+def _ask(arguments: argparse.Namespace, model: Any, inputs: Any, ids: list[int] | None) -> Report:
     from clearhead import masks
     from clearhead.dependence import audit
-    from clearhead.models import maskable_inputs, packed_inputs, small_threads
+    from clearhead.models import maskable_inputs, packed_inputs
 
-    _only_with_edges(arguments)
-    ids = _numbers(arguments.documents) if arguments.documents is not None else None
-    length = len(ids) if ids else arguments.length
-    allowed = masks.parse(arguments.allowed or "causal")
-    with named(model="SPEC", length="--length", text="--text"):
-        model, inputs = _load(arguments.spec, arguments.text, length)
-    with small_threads(model, length):
+    names = ("depth", "budget", "allowed", "padding")
+    with named(expression="--allowed", **{name: f"--{name}" for name in names}):
         if arguments.padding:
             return audit.padding(model, maskable_inputs(model, inputs))
         for name in ("batch", "generation", "modes"):
@@ -92,17 +99,21 @@ def _audit(arguments: argparse.Namespace) -> Report:
         options = {"depth": depth, "budget": arguments.budget}
         if ids is not None:
             return audit.documents(model, packed_inputs(model, inputs, ids), ids, **options)
-        return audit(model, inputs, allowed, **options)
+        return audit(model, inputs, masks.parse(arguments.allowed or "causal"), **options)
 
 
-def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
+def _load(arguments: argparse.Namespace, length: int) -> tuple[Any, Any]:
     from clearhead import models
 
-    if spec is not None and models.is_factory(spec):
-        if text is None:
-            return models.from_factory(spec, length)
-        hint = "let the factory give (model, inputs)"
-        raise value_error("text", "needs a model with a tokenizer", got=repr(spec), hint=hint)
+    spec, text = arguments.spec, arguments.text
+    if models.is_factory(spec):
+        if text is not None:
+            hint = "let the factory give (model, inputs)"
+            raise value_error("text", "needs a model with a tokenizer", got=repr(spec), hint=hint)
+        model, inputs = models.from_factory(spec)
+        if inputs is not None and arguments.length is not None:
+            note(f"--length has no use: {spec} gives inputs of its own")
+        return model, models.random_tokens(model, length) if inputs is None else inputs
     from clearhead.views import open_reader
 
     models.refuse_bare_module(spec)
@@ -115,8 +126,8 @@ def _load(spec: str | None, text: str | None, length: int) -> tuple[Any, Any]:
     return reader.model, models.named_inputs(reader.model, tokens)
 
 
-def _only_with_edges(arguments: argparse.Namespace) -> None:
-    """Refuse an option that the named question would leave unread."""
+def _check_use(arguments: argparse.Namespace) -> None:
+    """Refuse, or name, an option that the question leaves unread."""
     asked = [n for n in ("padding", "batch", "generation", "modes") if getattr(arguments, n)]
     given = [n for n in ("depth", "budget") if getattr(arguments, n) is not None]
     if asked and given:
@@ -126,6 +137,8 @@ def _only_with_edges(arguments: argparse.Namespace) -> None:
             got=getattr(arguments, given[0]),
             hint="leave it out, or ask with --allowed or --documents",
         )
+    if arguments.documents is not None and arguments.length is not None:
+        note("--length has no use: --documents has a number for each token")
 
 
 def _numbers(text: str) -> list[int]:

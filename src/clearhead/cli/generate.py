@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clearhead._core import value_error
-from clearhead.cli.arguments import add_text, examples, named, text_of
+from clearhead.cli.arguments import add_text, examples, named, note, text_of
 
 HELP = "continue a text with a trained model"
 
@@ -26,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, metavar="T", help="below 1: safer, above: wilder (0.8)"
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest only")
-    parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="makes the draw repeatable (0)"
-    )
+    parser.add_argument("--seed", type=int, metavar="N", help="makes the draw repeatable (0)")
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads to use (1 for a small model)"
     )
@@ -58,10 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(document))
         return 0
     if model.name == "gpt" and len(prompt) > model.length:
-        print(f"note: the model reads the last {model.length} characters", file=sys.stderr)
+        note(f"the model reads the last {model.length} characters")
     print(prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
+        if getattr(sys.stdout, "lost", False):
+            break  # nobody reads any more
     print()
     return 0
 
@@ -82,10 +82,12 @@ def _choice(arguments: argparse.Namespace) -> dict:
     if not 0 < temperature < float("inf"):
         hint = "--greedy always takes the likeliest"
         raise value_error("--temperature", "needs to be above 0", got=temperature, hint=hint)
-    if not 0 <= arguments.seed < 2**63:
+    if not 0 <= (arguments.seed or 0) < 2**63:
         raise value_error("--seed", "needs to be 0 or more, below 2**63", got=arguments.seed)
+    if arguments.greedy and arguments.seed is not None:
+        note("--seed has no use: --greedy draws nothing")
     return {
         "temperature": 0.0 if arguments.greedy else temperature,
         "top_k": arguments.top_k,
-        "seed": arguments.seed,
+        "seed": arguments.seed or 0,
     }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clearhead._core import value_error
+from clearhead._core import StopRequests, link_target, value_error
 from clearhead.cli.arguments import examples, named
 
 if TYPE_CHECKING:
@@ -36,13 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by",
         choices=("line", "paragraph"),
-        default="line",
         help="what a record of a text file is (line)",
     )
     parser.add_argument(
         "--field",
         metavar="NAME",
-        default="text",
         help="the JSON field or Parquet column that is read (text)",
     )
     parser.add_argument(
@@ -78,26 +76,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Scan, and say what was written; 130 where it was stopped."""
-    from clearhead.heads.corpus import Checkpoint, Corpus, check_target, check_unfinished, parquet
+    from clearhead.heads.corpus import (
+        Checkpoint,
+        Corpus,
+        check_numbers,
+        check_target,
+        check_unfinished,
+        check_use,
+        parquet,
+    )
 
-    target, path = Path(arguments.out).expanduser(), Path(arguments.corpus).expanduser()
-    _check_numbers(arguments)
-    check_target(target, path)
+    path, model = Path(arguments.corpus).expanduser(), arguments.model
+    check_numbers(vars(arguments))
+    with named(path="--out"):
+        target = link_target(Path(arguments.out).expanduser())
+    check_target(target, path, None if model is None else Path(model).expanduser())
     parquet()
-    corpus = Corpus(path, format=arguments.format, by=arguments.by, field=arguments.field)
+    field, by = arguments.field, arguments.by
+    corpus = Corpus(path, format=arguments.format, by=by or "line", field=field or "text")
+    check_use(corpus, field=field, by=by)
     checkpoint = Checkpoint(target)
-    with checkpoint.held():
+    with StopRequests() as stop, checkpoint.held():
         check_unfinished(checkpoint, force=arguments.force, resume=arguments.resume)
-        return _scan(arguments, _job(arguments, corpus, checkpoint))
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("length", "batch", "limit"):
-        given = getattr(arguments, name)
-        if given is not None and given < 1:
-            raise value_error(f"--{name}", "must be at least 1", got=given)
-    if not arguments.every >= 0:
-        raise value_error("--every", "must be a number of seconds", got=arguments.every)
+        return _scan(arguments, _job(arguments, corpus, checkpoint), stop)
 
 
 def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) -> Job:
@@ -124,7 +125,7 @@ def _length(reader: Reader, asked: int | None) -> int:
     return asked
 
 
-def _scan(arguments: argparse.Namespace, job: Job) -> int:
+def _scan(arguments: argparse.Namespace, job: Job, stop: StopRequests) -> int:
     from clearhead.heads.corpus import Stopped
     from clearhead.views import scan_progress, scan_summary
 
@@ -137,12 +138,12 @@ def _scan(arguments: argparse.Namespace, job: Job) -> int:
         job.checkpoint.clear()
     try:
         with scan_progress(job.share, job.survey.tokens) as tell:
-            job.run(tell, arguments.batch)
+            job.run(tell, arguments.batch, stop)
     except Stopped:
         _say(f"stopped after {job.survey.sequences} sequences; --resume goes on from there")
         return INTERRUPTED
     print(*scan_summary(job), sep="\n")
-    print(f"Wrote {job.checkpoint.target}")
+    print(f"Wrote {Path(arguments.out).expanduser()}")
     return 0
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clearhead._core import stop_requests, value_error
-from clearhead.cli.arguments import examples, named
+from clearhead._core import StopRequests, value_error
+from clearhead.cli.arguments import examples, named, note
 
 if TYPE_CHECKING:
     from clearhead.models import Training
@@ -19,10 +18,19 @@ INTERRUPTED = 130  # as a shell gives it for a command that Ctrl-C ended
 STOPPING = "\nStopping after this step ...\n"
 
 
+_NUMBERS = {
+    "steps": "how many steps (600)",
+    "batch": "windows of text in a step (16)",
+    "length": "characters in a window (128)",
+    "layers": "layers (4; rnn 2)",
+    "heads": "heads in a layer (4)",
+    "width": "features a position (128; rnn 256)",
+    "seed": "makes a run repeatable (0)",
+    "threads": "threads to use (1 for a small model)",
+}
 # What the library calls the arguments.
 _OPTIONS = {
-    **{name: f"--{name}" for name in ("steps", "batch", "length", "layers", "heads", "width")},
-    **{name: f"--{name}" for name in ("dropout", "seed", "threads", "resume", "out")},
+    **{name: f"--{name}" for name in (*_NUMBERS, "dropout", "resume", "out")},
     **{"file": "FILE", "learning_rate": "--lr", "model": "--resume"},
     "width, layers": "--width, --layers",
 }
@@ -33,19 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help="a text in UTF-8")
     parser.add_argument("--model", choices=("gpt", "bert", "rnn"), help="which model (gpt)")
     parser.add_argument("--out", metavar="DIR", help="where the model goes (FILE-MODEL)")
-    parser.add_argument("--steps", type=int, metavar="N", help="how many steps (600)")
-    parser.add_argument("--batch", type=int, metavar="N", help="windows of text in a step (16)")
-    parser.add_argument("--length", type=int, metavar="N", help="characters in a window (128)")
-    parser.add_argument("--layers", type=int, metavar="N", help="layers (4; rnn 2)")
-    parser.add_argument("--heads", type=int, metavar="N", help="heads in a layer (4)")
-    parser.add_argument("--width", type=int, metavar="N", help="features a position (128; rnn 256)")
+    for name, words in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=words)
     parser.add_argument(
         "--dropout", type=float, metavar="SHARE", help="share that is dropped in training (0.1)"
     )
     parser.add_argument("--lr", type=float, metavar="RATE", help="largest learning rate (0.003)")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes a run repeatable (0)")
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads to use (1 for a small model)"
+        "--every", type=float, default=30, metavar="SECONDS", help="between checkpoints (30)"
     )
     parser.add_argument("--resume", metavar="DIR", help="go on with a training that was stopped")
     parser.add_argument("--force", action="store_true", help="overwrite a model in --out")
@@ -71,26 +74,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from clearhead.models import samples
-    from clearhead.views import render_samples, train_progress
+    from clearhead.models import output_directory, run_and_save, samples
+    from clearhead.views import train_progress, training_end
 
-    text = _text(arguments)
-    training = _resumed(arguments, text) if arguments.resume else _fresh(arguments, text)
-    out = _out(arguments, training)
-    with stop_requests(STOPPING) as stopped, train_progress(training) as show:
-        for step in training:
-            show(step)
-            if step.validation is not None or stopped:
-                training.save(out)
-            if stopped:
-                break
-    if training.step < training.settings.steps:
-        print(f"Stopped after step {training.step} of {training.settings.steps}.")
-        print(f"To go on: clearhead train --resume {shlex.quote(str(out))}")
-    else:
-        print(render_samples(samples(training.model, text)))
-    print(f"Wrote {out}")
-    return 0 if training.step == training.settings.steps else INTERRUPTED
+    with StopRequests(STOPPING) as stop, ExitStack() as held:
+        out = _resumed_directory(arguments)
+        if out is not None and out.is_dir():
+            # Held before its state is read: another training may be about to write it.
+            held.enter_context(output_directory(out, overwrite=True))
+        text = _text(arguments)
+        training = _resumed(arguments, text) if arguments.resume else _fresh(arguments, text)
+        if out is None:
+            source = Path(training.settings.file)
+            out = Path(arguments.out or f"{source.stem}-{training.model.name}").expanduser()
+            options = {"overwrite": arguments.force, "source": source}
+            held.enter_context(output_directory(out, **options))
+        with stop.deferred(), train_progress(training) as show:
+            run_and_save(training, out, arguments.every, stop, show)
+        done = training.step == training.settings.steps
+        found = samples(training.model, text) if done else {}
+        print(*training_end(training, out, found), sep="\n")
+        return 0 if done else INTERRUPTED
+
+
+def _resumed_directory(arguments: argparse.Namespace) -> Path | None:
+    """The directory that is resumed and written, unless --out names another one."""
+    if not arguments.every >= 0:
+        raise value_error("--every", "must be a number of seconds", got=arguments.every)
+    if arguments.resume is None or arguments.out is not None:
+        return None
+    if arguments.force:
+        note("--force has no use: --resume writes its own directory, unless --out names another")
+    return Path(arguments.resume).expanduser()
 
 
 def _text(arguments: argparse.Namespace) -> str:
@@ -104,51 +119,29 @@ def _text(arguments: argparse.Namespace) -> str:
 
 
 def _fresh(arguments: argparse.Namespace, text: str) -> Training:
-    from clearhead.models import Settings, begin
+    from clearhead.models import begin
 
     name = arguments.model or "gpt"
     if name == "rnn" and arguments.heads is not None:
         raise value_error("--heads", "is for gpt and bert: an rnn has no heads")
     sizes = _given(arguments, "length", "layers", "heads", "width", "dropout")
-    settings = Settings(**_settings(arguments), file=_whole(arguments.file))
-    return begin(name, text, settings, sizes, threads=arguments.threads)
+    settings = _given(arguments, "steps", "batch", "lr", "seed")
+    return begin(name, text, arguments.file, settings, sizes, threads=arguments.threads)
 
 
 def _resumed(arguments: argparse.Namespace, text: str) -> Training:
     from clearhead.models import resume
 
-    fixed = _given(arguments, "model", "batch", "length", "layers", "heads", "width", "dropout")
-    if fixed or _given(arguments, "lr", "seed"):
-        names = ", ".join(f"--{name}" for name in [*fixed, *_given(arguments, "lr", "seed")])
+    sizes = _given(arguments, "model", "batch", "length", "layers", "heads", "width", "dropout")
+    if fixed := {**sizes, **_given(arguments, "lr", "seed")}:
+        names = ", ".join(f"--{name}" for name in fixed)
         raise value_error("--resume", f"takes {names} from the checkpoint", hint="leave them out")
     training = resume(arguments.resume, text, steps=arguments.steps, threads=arguments.threads)
     if arguments.file is not None:
-        training.settings = replace(training.settings, file=_whole(arguments.file))
+        training.settings = training.settings.reading(arguments.file)
     return training
-
-
-def _whole(file: str) -> str:
-    return str(Path(file).expanduser().resolve())
-
-
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = _given(arguments, "steps", "batch", "lr", "seed")
-    if "lr" in given:
-        given["learning_rate"] = given.pop("lr")
-    # Twenty times in a run: often enough to watch, seldom enough to cost little.
-    given["validate_every"] = min(max(given.get("steps", 600) // 20, 1), 100)
-    return given
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     found = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _out(arguments: argparse.Namespace, training: Training) -> Path:
-    from clearhead.models import output_directory
-
-    if arguments.resume is not None and arguments.out is None:
-        return output_directory(Path(arguments.resume).expanduser(), overwrite=True)
-    out = arguments.out or f"{Path(training.settings.file).stem}-{training.model.name}"
-    return output_directory(Path(out).expanduser(), overwrite=arguments.force)

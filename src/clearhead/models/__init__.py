@@ -18,7 +18,7 @@ from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import small_threads
 
 if TYPE_CHECKING:
-    from clearhead.models.runs import begin, output_directory, samples
+    from clearhead.models.runs import begin, output_directory, run_and_save, samples
     from clearhead.models.sources import (
         KINDS,
         LoadedModel,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         is_factory,
         maskable_inputs,
         missing_model,
+        model_errors,
         named_inputs,
         packed_inputs,
         random_tokens,
@@ -53,6 +54,7 @@ __all__ = [
     "load",
     "maskable_inputs",
     "missing_model",
+    "model_errors",
     "named_inputs",
     "output_directory",
     "packed_inputs",
@@ -60,6 +62,7 @@ __all__ = [
     "read_text",
     "refuse_bare_module",
     "resume",
+    "run_and_save",
     "samples",
     "save",
     "shipped_text",
@@ -71,10 +74,11 @@ __all__ = [
 
 # Imported at the first use: `python -m clearhead.models.train` runs a module that is not imported.
 _LATER = {
-    "runs": ("begin", "output_directory", "samples"),
+    "runs": ("begin", "output_directory", "run_and_save", "samples"),
     "sources": (
         "KINDS", "LoadedModel", "find_model", "from_factory", "is_factory", "maskable_inputs",
-        "missing_model", "named_inputs", "packed_inputs", "random_tokens", "refuse_bare_module",
+        "missing_model", "model_errors",
+        "named_inputs", "packed_inputs", "random_tokens", "refuse_bare_module",
     ),
     "train": ("Settings", "Step", "Training", "resume", "text_of", "text_training"),
 }  # fmt: skip

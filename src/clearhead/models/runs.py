@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from clearhead._core import value_error
+from clearhead._core import (
+    StopRequests,
+    is_file_at,
+    link_target,
+    remove_parts,
+    take_lock,
+    value_error,
+)
 from clearhead.attention import free_bytes
 from clearhead.models.bert import BERT
 from clearhead.models.checkpoint import KINDS, MODEL_FILE, no_weights
 from clearhead.models.generating import generate
 from clearhead.models.text import Characters
-from clearhead.models.train import TRAINING_FILE, Settings, Training, text_training
+from clearhead.models.train import TRAINING_FILE, Settings, Step, Training, text_training
 
-__all__ = ["begin", "output_directory", "samples"]
+__all__ = ["begin", "output_directory", "run_and_save", "samples"]
 
 
 def begin(
-    name: str, text: str, settings: Settings, sizes: dict[str, Any], *, threads: int | None = None
+    name: str,
+    text: str,
+    file: str,
+    options: dict[str, Any],
+    sizes: dict[str, Any],
+    *,
+    threads: int | None = None,
 ) -> Training:
-    """Set up the training of a fresh "gpt", "bert" or "rnn"; the seed determines its weights."""
+    """Set up the training of a fresh "gpt", "bert" or "rnn" on the text of a file.
+
+    `options` may hold steps, batch, lr and seed, which determines the weights too.
+    """
+    settings = _settings(**options).reading(file)
     kind = KINDS[name]
     vocabulary = Characters.of(text, kind.special)
     _must_fit(kind, vocabulary, sizes)
-    # A seed gives the same weights, and the caller's RNG state is left alone.
+    # The caller's RNG state is left alone.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = kind(vocabulary, **sizes)
     return text_training(model, text, settings, threads=threads)
+
+
+def _settings(lr: float = Settings.learning_rate, **options: Any) -> Settings:
+    # Twenty times in a run: often enough to watch, seldom enough to cost little.
+    every = min(max(options.get("steps", Settings.steps) // 20, 1), 100)
+    return Settings(learning_rate=lr, validate_every=every, **options)
 
 
 def _must_fit(kind: Any, vocabulary: Characters, sizes: dict[str, Any]) -> None:
@@ -57,17 +84,78 @@ def _must_fit(kind: Any, vocabulary: Characters, sizes: dict[str, Any]) -> None:
         )
 
 
-def output_directory(path: Path, *, overwrite: bool) -> Path:
-    """Make the directory of a run, and find out before the work whether it can be written."""
-    taken = [name for name in (MODEL_FILE, TRAINING_FILE) if (path / name).exists()]
-    if taken and not overwrite:
-        hint = "choose another --out, or --force to overwrite it"
-        raise value_error("out", f"{path} holds {taken[0]} already", hint=hint)
+@contextmanager
+def output_directory(path: Path, *, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
+    """Make the directory of a run and hold it, before any work that it may not be able to keep.
+
+    `source` is the text that is read: its file is never written. A directory in which nothing was
+    written is removed.
+    """
     if path.exists() and not path.is_dir():
         raise value_error("out", "needs to be a directory", got=f"the file {path}")
+    fresh = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
+    with _only_writer(path):
+        try:
+            _check_files(path, overwrite, source)
+            yield path
+        finally:
+            if fresh:
+                with suppress(OSError):
+                    path.rmdir()  # only where it is empty
+
+
+def _check_files(path: Path, overwrite: bool, source: Path | None) -> None:
+    files = [path / MODEL_FILE, path / TRAINING_FILE]
+    taken = [file for file in files if file.exists() or file.is_symlink()]
+    if taken and not overwrite:
+        hint = "choose another --out, or --force to overwrite it"
+        raise value_error("out", f"{path} holds {taken[0].name} already", hint=hint)
+    for file in taken:
+        if source is not None and source.exists() and file.exists() and file.samefile(source):
+            raise value_error("out", "would overwrite the text that is read", got=file)
+        target = link_target(file)
+        if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+            raise value_error("out", "holds a link that leads to no file", got=file)
     with tempfile.TemporaryFile(dir=path):
-        return path
+        pass
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Hold a directory of a run: two trainings that write one model would lose one of them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        if not take_lock(handle) or not is_file_at(handle, path):
+            hint = "wait for it, or write to another directory"
+            raise value_error("out", "another training writes it", got=path, hint=hint)
+        for name in (MODEL_FILE, TRAINING_FILE):
+            remove_parts(path / name)
+        yield
+    finally:
+        os.close(handle)
+
+
+def run_and_save(
+    training: Training,
+    path: Path,
+    every: float,
+    stop: StopRequests,
+    show: Callable[[Step], None],
+) -> None:
+    """Train to the last step or to a request to stop.
+
+    The run is saved at each validation, after `every` seconds without one, and where it stops.
+    """
+    saved = time.monotonic()
+    for step in training:
+        show(step)
+        late = time.monotonic() - saved >= every
+        if step.validation is not None or late or stop.asked:
+            training.save(path)
+            saved = time.monotonic()
+        if stop.asked:
+            return
 
 
 def samples(model: Any, text: str) -> dict[str, str]:

@@ -58,6 +58,10 @@ class Settings:
         if not 0 <= self.seed < 2**31:
             raise value_error("seed", "needs to be in 0..2147483647", got=self.seed)
 
+    def reading(self, file: str | Path) -> Settings:
+        """Return the same settings for a text that lies in `file`."""
+        return replace(self, file=str(Path(file).expanduser().resolve()))
+
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then cosine decay to a tenth (Loshchilov and Hutter 2016)."""
         warmup = min(100, self.steps // 10 + 1)

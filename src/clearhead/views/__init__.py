@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clearhead.views.encoding import any_encoding
     from clearhead.views.json import document
     from clearhead.views.look import look_at
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
     from clearhead.views.reader import Reader, open_reader
+    from clearhead.views.streams import output_streams
     from clearhead.views.terminal import Terminal
     from clearhead.views.text.audit import render_report
     from clearhead.views.text.heads import render_atlas
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from clearhead.views.text.look import render_look
     from clearhead.views.text.mask import cells_of_terminal, render_mask
     from clearhead.views.text.scan import scan_progress, scan_summary
-    from clearhead.views.text.train import render_samples, train_progress
+    from clearhead.views.text.train import train_progress, training_end
 
 __all__ = [
     "Reader",
     "Terminal",
-    "any_encoding",
     "cells_of_terminal",
     "describe_edge",
     "describe_maps",
@@ -31,23 +30,23 @@ __all__ = [
     "document",
     "look_at",
     "open_reader",
+    "output_streams",
     "render_atlas",
     "render_info",
     "render_look",
     "render_mask",
     "render_report",
-    "render_samples",
     "scan_progress",
     "scan_summary",
     "sizes_of_mask",
     "train_progress",
+    "training_end",
 ]
 
 # Each name with its module, imported at the first use: a command loads only what it shows.
 _HOMES = {
     "Reader": "reader",
     "Terminal": "terminal",
-    "any_encoding": "encoding",
     "cells_of_terminal": "text.mask",
     "describe_edge": "mask",
     "describe_maps": "mask",
@@ -55,16 +54,17 @@ _HOMES = {
     "document": "json",
     "look_at": "look",
     "open_reader": "reader",
+    "output_streams": "streams",
     "render_atlas": "text.heads",
     "render_info": "text.info",
     "render_look": "text.look",
     "render_mask": "text.mask",
     "render_report": "text.audit",
-    "render_samples": "text.train",
     "scan_progress": "text.scan",
     "scan_summary": "text.scan",
     "sizes_of_mask": "mask",
     "train_progress": "text.train",
+    "training_end": "text.train",
 }
 
 

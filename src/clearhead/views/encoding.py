@@ -20,7 +20,7 @@ _SIGNS |= {chr(0x2400 + code): "^" for code in range(32)}
 def any_encoding() -> Iterator[None]:
     """Write signs that the output's encoding lacks in ASCII, and other characters as escapes."""
     stream = sys.stdout
-    if not isinstance(stream, io.TextIOWrapper) or stream.encoding.lower().startswith("utf"):
+    if not isinstance(stream, io.TextIOWrapper):
         yield
         return
     before = stream.errors

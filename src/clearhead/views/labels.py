@@ -1,8 +1,8 @@
-"""Token labels: what a token is, written so that it can be read in a line of a terminal or a page.
+"""Token labels, and text of any source, written so that it can be read and steers no terminal.
 
-Token text is data. Spaces, line ends and control characters become visible marks, so that a label
-can neither vanish nor steer the terminal; a character that is split over several tokens is shown
-whole, with the part that each token holds.
+The text of a token is data. In a label spaces, line ends and control characters become visible
+marks; a character that is split over several tokens is shown whole, with the part that each token
+holds. In other text only what steers a terminal is replaced.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["label", "labels", "token_bytes"]
+__all__ = ["label", "labels", "token_bytes", "visible"]
 
-SPACE, LINE_END, TAB = "␣", "⏎", "⇥"
+_MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 # Isolates keep a right-to-left label from turning the rest of the line around.
 ISOLATE, END_ISOLATE = "\u2068", "\u2069"
 _WORD_START = "\u2581"  # SentencePiece's mark for a leading space
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# C0 but line end and tab, DEL, C1, bidirectional embeddings, overrides, isolates, and surrogates.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# What `label` writes around right-to-left text: an isolate that is closed again steers nothing.
+_ISOLATED = re.compile("\u2068([^\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]*)\u2069")
 
 
 def label(text: str) -> str:
@@ -123,17 +127,38 @@ def _hexadecimal(part: bytes) -> str:
 
 
 def _visible(character: str) -> str:
-    if character == " ":
-        return SPACE
-    if character == "\n":
-        return LINE_END
-    if character == "\t":
-        return TAB
-    if ord(character) < 32:
-        return chr(0x2400 + ord(character))
-    if character == "\x7f":
-        return "␡"
+    if character in _MARKS:
+        return _MARKS[character]
+    if ord(character) < 32 or character == "\x7f":
+        return _escape(character)
     # Other separators, control, format (bidirectional overrides among them) and lone surrogates.
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp", "Zs"):
-        return f"<U+{ord(character):04X}>"
+        return _escape(character)
     return character
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    if code < 32:
+        return chr(0x2400 + code)
+    return "␡" if code == 127 else f"<U+{code:04X}>"
+
+
+def visible(text: str) -> str:
+    r"""Replace what would steer a terminal; line ends, tabs and letters of all scripts stay.
+
+    >>> visible("tale\x1b[31m\x9b6n\u202e.txt")
+    'tale␛[31m<U+009B>6n<U+202E>.txt'
+    """
+    if not _STEERING.search(text):
+        return text
+    shown, at = [], 0
+    for match in _ISOLATED.finditer(text):
+        if any(unicodedata.bidirectional(c) in ("R", "AL", "AN") for c in match[1]):
+            shown += [_escaped(text[at : match.start()]), match[0]]
+            at = match.end()
+    return "".join([*shown, _escaped(text[at:])])
+
+
+def _escaped(text: str) -> str:
+    return _STEERING.sub(lambda match: _escape(match[0]), text)

@@ -1,21 +1,38 @@
-"""The one place that draws on the terminal: what does not fit, and closed pipes."""
+"""The one place that draws on the terminal: escapes, widths and closed pipes."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
+
+from clearhead.views.labels import visible
 
 __all__ = ["Terminal"]
 
 
 class Terminal(Console):
-    """A console that cuts nothing off, pads no line in a pipe, and lets a closed pipe be known."""
+    """A console that crops nothing, pads no line in a pipe, and escapes what data holds."""
 
-    def __init__(self) -> None:
-        super().__init__(file=sys.stdout, highlight=False)
+    def __init__(self, *, stderr: bool = False) -> None:
+        file = sys.stderr if stderr else sys.stdout
+        file = getattr(file, "unescaped", file)
+        super().__init__(file=file, highlight=False, _environ=_environment())
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """Render, with control characters of data made visible where they would steer."""
+        segments = super().render(renderable, options)
+        if not self.is_terminal:
+            return segments
+        return (
+            segment if segment.control else Segment(visible(segment.text), segment.style)
+            for segment in segments
+        )
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print; a table wider than the terminal keeps its width, and the terminal wraps it."""
@@ -36,3 +53,13 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to the command's one place for errors, where rich would exit with 1."""
         raise BrokenPipeError
+
+
+def _environment() -> dict[str, str]:
+    """Leave out a size of 0, which is none: rich would draw nothing at all."""
+    sizes = ("COLUMNS", "LINES")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in sizes or (value.isascii() and value.strip("0"))
+    }

@@ -6,7 +6,13 @@ from clearhead.heads.corpus.checkpoint import Checkpoint
 from clearhead.heads.corpus.corpus import Corpus
 from clearhead.heads.corpus.job import Job, Stopped
 from clearhead.heads.corpus.sequences import Sequences
-from clearhead.heads.corpus.setup import check_target, check_unfinished, make_job
+from clearhead.heads.corpus.setup import (
+    check_numbers,
+    check_target,
+    check_unfinished,
+    check_use,
+    make_job,
+)
 from clearhead.heads.corpus.table import parquet, read
 
 __all__ = [
@@ -15,8 +21,10 @@ __all__ = [
     "Job",
     "Sequences",
     "Stopped",
+    "check_numbers",
     "check_target",
     "check_unfinished",
+    "check_use",
     "make_job",
     "parquet",
     "read",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from clearhead._core import replacing, value_error
+from clearhead._core import is_file_at, remove_parts, replacing, take_lock, value_error
 from clearhead.heads.moments import Moments
 
 __all__ = ["Checkpoint"]
@@ -54,6 +53,8 @@ class Checkpoint:
         """Hold the lock on FILE; remove the directory afterwards if it has no state."""
         file = self._locked()
         try:
+            remove_parts(self.target)
+            remove_parts(self._state)
             yield
         finally:
             if not self.exists:
@@ -67,12 +68,12 @@ class Checkpoint:
                 file = (self.home / "lock").open("ab")
             except FileNotFoundError:  # the scan that held the lock has just ended
                 continue
-            if not _lock(file):
+            if not take_lock(file.fileno()):
                 file.close()
                 hint = "wait for it, or write to another file"
                 raise value_error("--out", "another scan writes it", got=self.target, hint=hint)
             # The previous holder may have removed the file.
-            if _is(file, self.home / "lock"):
+            if is_file_at(file.fileno(), self.home / "lock"):
                 return file
             file.close()
 
@@ -135,23 +136,3 @@ class Checkpoint:
 
     def _part(self, number: int) -> Path:
         return self.home / f"rows-{number:06}.parquet"
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Take a lock that the system releases when the process ends; True where there are no locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

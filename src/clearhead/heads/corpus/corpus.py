@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from clearhead._core import value_error
+from clearhead.heads.corpus.formats import format_of, size_of
 
 __all__ = ["Corpus", "CorpusRecord"]
 
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 # Longer texts are cut into several records, which bounds the memory; a line of JSON, which cannot
 # be cut, has at most so many bytes.
 _PIECE, _LONGEST = 1 << 20, 1 << 26
 
 
 class CorpusRecord(NamedTuple):
-    """One text, its number among the usable ones, and the share of the corpus read so far."""
+    """One text, its number among the usable ones, its place and the share read so far."""
 
     number: int
     text: str
+    place: str
     share: float
 
 
@@ -34,8 +35,8 @@ class Corpus:
 
     def __init__(self, path: Path, *, format: str | None, by: str, field: str) -> None:
         self.path, self.by, self.field = path, by, field
-        self.size = _size(path)
-        self.format = format or _format(path)
+        self.size = size_of(path)
+        self.format = format or format_of(path)
         self.problems: Counter[str] = Counter()
         self.places: dict[str, str] = {}
 
@@ -45,13 +46,13 @@ class Corpus:
         self.places.clear()
         texts = {"text": self._texts, "jsonl": self._objects, "parquet": self._rows}
         pieces = (
-            (text[at : at + _PIECE], share)
-            for text, share in texts[self.format]()
+            (text[at : at + _PIECE], place, share)
+            for text, place, share in texts[self.format]()
             for at in range(0, len(text), _PIECE)
         )
-        found = ((text, share) for text, share in pieces if text.strip())
-        for number, (text, share) in enumerate(found):
-            yield CorpusRecord(number, text, share)
+        found = (piece for piece in pieces if piece[0].strip())
+        for number, (text, place, share) in enumerate(found):
+            yield CorpusRecord(number, text, place, share)
 
     def problem(self, reason: str, place: str) -> None:
         """Count a record that could not be used."""
@@ -69,7 +70,7 @@ class Corpus:
     def _share(self, file: IO[bytes]) -> float:
         return file.tell() / self.size if self.size else 0.0
 
-    def _decoded(self) -> Iterator[tuple[str, float]]:
+    def _decoded(self) -> Iterator[tuple[str, str, float]]:
         """Yield lines of text; undecodable ones are counted, and long ones cut."""
         carried = b""
         for number, line, share in self._lines(_PIECE):
@@ -87,26 +88,27 @@ class Corpus:
             if "\0" in text:
                 self.problem("has zero bytes", f"line {number}")
                 continue
-            yield text.rstrip("\r\n"), share
+            yield text.rstrip("\r\n"), f"line {number}", share
         if carried:
             self.problem("not UTF-8", "the end")
 
-    def _texts(self) -> Iterator[tuple[str, float]]:
+    def _texts(self) -> Iterator[tuple[str, str, float]]:
         if self.by == "line":
             yield from self._decoded()
             return
         lines: list[str] = []
-        size, share = 0, 0.0
-        for line, share in self._decoded():
+        size, first, share = 0, "", 0.0
+        for line, place, share in self._decoded():
             if line.strip():
+                first = first if lines else place
                 lines.append(line)
                 size += len(line)
             if lines and (not line.strip() or size >= _PIECE):
-                yield "\n".join(lines), share
+                yield "\n".join(lines), first, share
                 lines, size = [], 0
-        yield "\n".join(lines), share
+        yield "\n".join(lines), first, share
 
-    def _objects(self) -> Iterator[tuple[str, float]]:
+    def _objects(self) -> Iterator[tuple[str, str, float]]:
         cut = 0
         for number, line, share in self._lines(_LONGEST):
             place = f"line {number}"
@@ -129,9 +131,9 @@ class Corpus:
             elif not isinstance(found[self.field], str):
                 self.problem(f"field {self.field!r} is no text", place)
             else:
-                yield found[self.field], share
+                yield found[self.field], place, share
 
-    def _rows(self) -> Iterator[tuple[str, float]]:
+    def _rows(self) -> Iterator[tuple[str, str, float]]:
         file = self._parquet()
         total, row = max(file.metadata.num_rows, 1), 0
         try:
@@ -140,7 +142,7 @@ class Corpus:
                     row += 1
                     text = self._text(value, f"row {row}")
                     if text is not None:
-                        yield text, row / total
+                        yield text, f"row {row}", row / total
         except OSError as error:
             raise value_error("CORPUS", f"breaks off after row {row}", got=error) from error
 
@@ -168,36 +170,8 @@ class Corpus:
             hint = f"--field, one of {', '.join(names)}"
             raise value_error("CORPUS", f"has no column {self.field!r}", hint=hint)
         kind = file.schema_arrow.field(self.field).type
-        kind = getattr(kind, "value_type", kind)
-        texts = ("string", "large_string", "string_view")
-        if str(kind) not in texts:
+        # The values of a column with a dictionary; those of a column of lists are no texts.
+        texts = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if str(texts) not in ("string", "large_string", "string_view"):
             raise value_error("CORPUS", f"column {self.field!r} is no text", got=kind)
         return file
-
-
-def _size(path: Path) -> int:
-    if path.is_dir():
-        raise value_error("CORPUS", "needs to be a file", got=f"the directory {path}")
-    if not path.exists():
-        raise value_error("CORPUS", "does not exist", got=path)
-    if path.is_char_device() or path.is_block_device():
-        raise value_error("CORPUS", "needs to be a file", got=f"the device {path}")
-    if not path.is_file():
-        raise value_error(
-            "CORPUS", "needs to be a file that can be read twice", got=path, hint="save it first"
-        )
-    if not path.stat().st_size:
-        raise value_error("CORPUS", "is empty", got=path)
-    return path.stat().st_size
-
-
-def _format(path: Path) -> str:
-    with path.open("rb") as file:
-        start = file.read(1 << 13)
-    if start.startswith(b"PAR1"):
-        return "parquet"
-    if (zero := start.find(0)) >= 0 or start.startswith(b"\x1f\x8b"):
-        hint = "text or JSON lines in UTF-8, or Parquet; unpack compressed files first"
-        got = f"{path}: byte {zero} is zero" if zero >= 0 else f"{path}: gzip"
-        raise value_error("CORPUS", "is binary", got=got, hint=hint)
-    return _SUFFIXES.get(path.suffix.lower(), "text")

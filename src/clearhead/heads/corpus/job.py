@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from clearhead._core import value_error
+from clearhead._core import StopRequests, value_error
 from clearhead.heads.corpus import table
 from clearhead.heads.corpus.checkpoint import Checkpoint
 from clearhead.heads.corpus.sequences import (
@@ -77,19 +75,19 @@ class Job:
         self.share, self.unencoded = state["share"], state["unencoded"]
         self.settled = self.unencoded
 
-    def run(self, report: Callable[[float, int], None], batch: int) -> None:
-        """Read to the end and write the table. Raises `Stopped` on the first Ctrl-C or SIGTERM."""
+    def run(self, report: Callable[[float, int], None], batch: int, stop: StopRequests) -> None:
+        """Read to the end and write the table. Raises `Stopped` on a request to stop."""
         saved = time.monotonic()
         size = WINDOW_OF_DOCUMENTS if self.per_document else WINDOW
-        with _stop_requests() as requested:
+        with stop.deferred():
             for window in windows(self.sequences.since(self.place), size):
                 for sequences in batches(window, batch, self.done):
                     self._add(sequences)
                     report(self._share(window), self.survey.tokens)
-                    if requested() or time.monotonic() - saved >= self.every:
+                    if stop.asked or time.monotonic() - saved >= self.every:
                         self.save()
                         saved = time.monotonic()
-                    if requested():
+                    if stop.asked:
                         raise Stopped
                 self._end(window)
             self._finish()
@@ -124,7 +122,7 @@ class Job:
             assert self.survey.totals is not None
             moments = Moments.stack([self.documents.pop(number) for number in finished])
             rows = table.of_documents(finished, self.survey.totals.outlines, moments)
-            with _writing():
+            with self._writing():
                 table.write(self.checkpoint.next_part(), rows, {})
             self.checkpoint.add_part()
 
@@ -146,7 +144,7 @@ class Job:
             "tokens": self.survey.tokens,
             "unencoded": self.settled,
         }
-        with _writing():
+        with self._writing():
             self.checkpoint.save(moments, state)
 
     def _all_unencoded(self) -> dict[str, Any]:
@@ -163,6 +161,18 @@ class Job:
         found = {reason: (n, corpus.places[reason]) for reason, n in corpus.problems.items()}
         return found | {reason: tuple(pair) for reason, pair in self._all_unencoded().items()}
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Explain a failed write: what is kept, and what to do."""
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            kept = "--resume then goes on from the last checkpoint"
+            hint = f"make room; {kept if self.checkpoint.exists else 'nothing is kept so far'}"
+            raise value_error("--out", "cannot be written", got=error, hint=hint) from error
+
     def _finish(self) -> None:
         if not self.survey.sequences:
             reasons = [f"{n} {reason} ({at})" for reason, (n, at) in self.problems().items()]
@@ -172,43 +182,9 @@ class Job:
         counts = {"sequences": self.survey.sequences, "tokens": self.survey.tokens}
         about = {**self.about, **counts, "records": self.place.record, "problems": problems}
         target, files = self.checkpoint.target, self.checkpoint.row_files()
-        with _writing():
+        with self._writing():
             if self.per_document:
                 table.gather(target, files, about)
             else:
                 table.write(target, table.of_rows(map(vars, self.survey.rows())), about)
         self.checkpoint.clear()
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Explain a failed write: what is kept, and what to do."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        hint = "make room; --resume then goes on from the last checkpoint"
-        raise value_error("--out", "cannot be written", got=error, hint=hint) from error
-
-
-@contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Defer the first Ctrl-C or SIGTERM to the end of the batch; a second one interrupts."""
-    requests: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-
-    def request(number: int, frame: Any) -> None:
-        if requests:
-            raise KeyboardInterrupt
-        requests.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, request) for number in numbers]
-    try:
-        yield lambda: bool(requests)
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from clearhead.heads.batch import Batch
-from clearhead.heads.corpus.corpus import Corpus
+from clearhead.heads.corpus.corpus import Corpus, CorpusRecord
 
 __all__ = ["ResumePoint", "Sequences", "TokenSequence", "batch_of", "batches", "windows"]
 
@@ -57,7 +57,7 @@ class Sequences:
                 return
             if record.number < place.record:
                 continue
-            tokens = self._tokens(record.number, record.text)
+            tokens = self._tokens(record)
             starts = range(0, len(tokens), self.length)
             share = record.share if self.limit is None else (record.number + 1) / self.limit
             for number, start in enumerate(starts):
@@ -70,14 +70,14 @@ class Sequences:
                 piece = tokens[start : start + self.length]
                 yield TokenSequence(record.number, piece, after, max(share, record.share))
 
-    def _tokens(self, number: int, text: str) -> list[int]:
+    def _tokens(self, record: CorpusRecord) -> list[int]:
         try:
-            return self.encode(text)
+            return self.encode(record.text)
         # What tokenizers raise on text that they cannot encode, such as lone surrogates.
         except (ValueError, TypeError, UnicodeError) as error:
             reason = str(error).splitlines()[0]
             self.refused[UNENCODED] += 1
-            self.places.setdefault(UNENCODED, f"record {number}: {reason}")
+            self.places.setdefault(UNENCODED, f"record {record.number}, {record.place}: {reason}")
             return []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,32 @@ from clearhead.heads.corpus.job import Job
 from clearhead.heads.corpus.sequences import Sequences
 from clearhead.heads.survey import Survey
 
-__all__ = ["check_target", "check_unfinished", "make_job"]
+__all__ = ["check_numbers", "check_target", "check_unfinished", "check_use", "make_job"]
 
 # Bytes that are read once more, in a second, to know whether a corpus is still the same.
 DIGESTED = 1 << 30
 
 
-def check_target(target: Path, corpus: Path) -> None:
-    """Refuse before any work a file that could not be written after it."""
+def check_numbers(options: Mapping[str, Any]) -> None:
+    """Refuse numbers that no scan can have."""
+    for name in ("length", "batch", "limit"):
+        if options[name] is not None and options[name] < 1:
+            raise value_error(f"--{name}", "must be at least 1", got=options[name])
+    if not options["every"] >= 0:
+        raise value_error("--every", "must be a number of seconds", got=options["every"])
+
+
+def check_use(corpus: Corpus, *, field: str | None, by: str | None) -> None:
+    """Refuse an option that this format of corpus leaves unread."""
+    if corpus.format == "text" and field is not None:
+        hint = "leave it out, or name the --format"
+        raise value_error("--field", "is for JSON lines and Parquet, and this is text", hint=hint)
+    if corpus.format != "text" and by is not None:
+        raise value_error("--by", f"is for text, and this is {corpus.format}", hint="leave it out")
+
+
+def check_target(target: Path, corpus: Path, model: Path | None) -> None:
+    """Refuse before any work a file that could not be written after it, or that is read."""
     if target.is_dir():
         raise value_error("--out", "needs to be a file", got=f"the directory {target}")
     if target.exists() and not target.is_file():
@@ -35,6 +53,13 @@ def check_target(target: Path, corpus: Path) -> None:
         raise value_error("--out", "lies in a directory that cannot be written", got=target)
     if target.exists() and corpus.exists() and target.samefile(corpus):
         raise value_error("--out", "is the corpus itself", got=target)
+    if target.exists() and model is not None and _is_part_of(target, model):
+        raise value_error("--out", "is a file of the model itself", got=target)
+
+
+def _is_part_of(file: Path, model: Path) -> bool:
+    files = model.iterdir() if model.is_dir() else [model]
+    return any(part.is_file() and part.samefile(file) for part in files)
 
 
 def check_unfinished(checkpoint: Checkpoint, *, force: bool, resume: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead._core import replacing, value_error
+from clearhead.heads.corpus.soundness import faults_of
 from clearhead.heads.layer_moments import LayerOutline
 from clearhead.heads.moments import Moments
 from clearhead.heads.statistics import STATISTICS
@@ -81,21 +82,25 @@ def write(path: Path, rows: Any, about: Mapping[str, Any]) -> None:
     """Write an Arrow table to a Parquet file, which replaces `path` once it is complete."""
     pyarrow = parquet()
     with replacing(path) as part:
-        pyarrow.parquet.write_table(rows.replace_schema_metadata(_metadata(about)), part)
+        metadata = _metadata(about, rows.num_rows)
+        pyarrow.parquet.write_table(rows.replace_schema_metadata(metadata), part)
 
 
 def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
-    """Concatenate the parts of a table in one file."""
+    """Concatenate the parts of a table into one file."""
     pyarrow = parquet()
-    schema = _schema(pyarrow, document=True).with_metadata(_metadata(about))
+    parts = list(parts)
+    rows = sum(pyarrow.parquet.read_metadata(part).num_rows for part in parts)
+    schema = _schema(pyarrow, document=True).with_metadata(_metadata(about, rows))
     with replacing(path) as whole, pyarrow.parquet.ParquetWriter(whole, schema) as writer:
-        for piece in parts:
-            table = pyarrow.parquet.read_table(piece)
+        for part in parts:
+            table = pyarrow.parquet.read_table(part)
             writer.write_table(table.replace_schema_metadata(schema.metadata))
 
 
-def _metadata(about: Mapping[str, Any]) -> dict[str, str]:
-    return {"clearhead": json.dumps({"schema": SCHEMA, "version": VERSION, **about})}
+def _metadata(about: Mapping[str, Any], rows: int) -> dict[str, str]:
+    own = {"schema": SCHEMA, "version": VERSION, "rows": rows}
+    return {"clearhead": json.dumps({**own, **about})}
 
 
 def _schema(pyarrow: Any, *, document: bool) -> Any:
@@ -115,19 +120,22 @@ def _schema(pyarrow: Any, *, document: bool) -> Any:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any]:
-    """Read a table that `scan` wrote: its metadata, and its rows (an Arrow table)."""
+    """Read a table of `scan`, refuse a damaged one: its metadata, its rows as an Arrow table."""
     pyarrow = parquet()
     if not path.is_file():
         raise value_error("FILE", "does not exist" if not path.exists() else "is no file", got=path)
     try:
         table = pyarrow.parquet.read_table(path)
         about = json.loads((table.schema.metadata or {}).get(b"clearhead", b"{}"))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise value_error("FILE", "is no table of `clearhead scan`", got=reason) from error
-    if about.get("schema") != SCHEMA:
+    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
         raise value_error("FILE", "is no table of `clearhead scan`", got=path)
     if about.get("version") != VERSION:
         rule = f"has version {about.get('version')} of the table, and this is version {VERSION}"
         raise value_error("FILE", rule, got=path)
+    for fault in faults_of(about, table):
+        hint = "scan the corpus again"
+        raise value_error("FILE", f"is damaged: {fault}", got=path, hint=hint)
     return about, table

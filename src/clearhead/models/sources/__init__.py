@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from clearhead.models.sources.factory import from_factory, is_factory, refuse_bare_module
+from clearhead.models.sources.factory import (
+    from_factory,
+    is_factory,
+    model_errors,
+    refuse_bare_module,
+)
 from clearhead.models.sources.inputs import (
     maskable_inputs,
     named_inputs,
@@ -20,6 +25,7 @@ __all__ = [
     "is_factory",
     "maskable_inputs",
     "missing_model",
+    "model_errors",
     "named_inputs",
     "packed_inputs",
     "random_tokens",

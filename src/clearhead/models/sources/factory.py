@@ -2,42 +2,95 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
 from clearhead._core import value_error
-from clearhead.models.sources.inputs import random_tokens
 
-__all__ = ["from_factory", "is_factory", "refuse_bare_module"]
+__all__ = ["from_factory", "is_factory", "model_errors", "refuse_bare_module"]
+
+FORM = "give package.module:factory, where the factory gives a model or (model, inputs)"
 
 
-def is_factory(spec: str | None) -> bool:
+def is_factory(spec: str | None) -> TypeGuard[str]:
     """Tell whether a name is `package.module:factory`, and no path that exists."""
-    return bool(spec) and ":" in str(spec) and not Path(str(spec)).exists()
+    return spec is not None and ":" in spec and not Path(spec).exists()
 
 
-def from_factory(spec: str, length: int) -> tuple[Any, Any]:
+def from_factory(spec: str) -> tuple[Any, Any]:
     """Import `package.module:factory`, also from the current directory, and call it.
 
-    The result is (model, inputs); a factory that gives a model alone gets `length` random tokens.
+    The result is (model, inputs); inputs are None where the factory gives a model alone.
     """
+    made = _called(_imported(spec), spec)
+    if not isinstance(made, tuple):
+        made = (made, None)
+    if len(made) != 2:
+        rule = "gives a tuple that is not (model, inputs)"
+        raise value_error("model", rule, got=f"{len(made)} things of {spec}", hint=FORM)
+    if not callable(made[0]) or isinstance(made[0], type):
+        raise value_error("model", f"{spec} gives no model", got=_kind(made[0]), hint=FORM)
+    return made
+
+
+def _imported(spec: str) -> Any:
     home, _, name = spec.partition(":")
+    if not (home and name):
+        missing = "factory" if home else "module"
+        raise value_error("model", f"names no {missing}", got=repr(spec), hint=FORM)
     try:
-        with _current_directory():
-            made = getattr(import_module(home), name)
+        with _current_directory(), model_errors(f"importing {home}", ImportError):
+            module = import_module(home)
+        return getattr(module, name)
     except (ImportError, AttributeError) as error:
         raise value_error(
             "model", "names nothing that can be imported", got=repr(spec), hint=str(error)
         ) from error
-    made = made if isinstance(made, nn.Module) else made()
-    return made if isinstance(made, tuple) else (made, random_tokens(made, length))
+
+
+def _called(made: Any, spec: str) -> Any:
+    if isinstance(made, nn.Module):
+        return made
+    if not callable(made):
+        raise value_error("model", "names no function and no model", got=_kind(made), hint=FORM)
+    try:
+        inspect.signature(made).bind()
+    except TypeError as error:
+        hint = f"{FORM}; it is called without arguments"
+        raise value_error("model", f"{spec} cannot be called: {error}", hint=hint) from None
+    except ValueError:
+        pass  # built-in functions need not say what they take
+    with model_errors(spec):
+        return made()
+
+
+def _kind(made: Any) -> str:
+    return f"the class {made.__name__}" if isinstance(made, type) else f"a {type(made).__name__}"
+
+
+@contextmanager
+def model_errors(what: str, *passed: type[Exception]) -> Iterator[None]:
+    """Turn what the code of a model raises into a ValueError that says so, but for what `passed`.
+
+    A model that ends the process would end an audit too, as if it had passed.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, GeneratorExit, *passed):
+        raise
+    except SystemExit as error:
+        raise value_error("model", f"{what} called sys.exit({error.code!r})") from error
+    except BaseException as error:
+        words = (str(error).strip().splitlines() or ["without a message"])[0]
+        raise value_error("model", f"{what} raised {type(error).__name__}: {words}") from error
 
 
 def refuse_bare_module(spec: str | None) -> None:

@@ -18,7 +18,8 @@ def random_tokens(model: Any, length: int) -> Tensor:
     """Draw one sequence of tokens from the model's vocabulary, (1, length), the same each time."""
     if length < 1:
         raise value_error("length", "must be at least 1", got=length)
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    embeddings = [m for m in modules if isinstance(m, nn.Embedding)]
     if not embeddings:
         raise value_error(
             "model",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from clearhead.views.labels import visible
 from clearhead.views.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -38,5 +39,5 @@ def _findings(report: Report) -> Table:
         table.add_column(name, overflow="fold")
     for f in report.findings:
         cells = (f.sample, f.query, f.source, f"{f.size:.3g}", f"{f.floor:.1g}", f.module)
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(Text(visible(str(cell))) for cell in cells))
     return table

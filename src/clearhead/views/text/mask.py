@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from clearhead.masks import Map, picture
@@ -19,7 +18,7 @@ SHOWN = 20
 
 def cells_of_terminal(query: int, source: int) -> int:
     """Tiles a side that fit the terminal: two columns each, beside the row numbers."""
-    return max(1, min(64, (Console().width - len(str(query)) - 1) // 2))
+    return max(1, min(64, (Terminal().width - len(str(query)) - 1) // 2))
 
 
 def render_mask(seen: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from clearhead.views.terminal import Terminal
 
 if TYPE_CHECKING:
     from clearhead.heads.corpus import Job
@@ -32,7 +33,7 @@ def scan_progress(share: float, tokens: int) -> Iterator[Callable[[float, int], 
         TextColumn("{task.percentage:>3.0f}%"),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=1000, completed=round(1000 * share))
         yield lambda share, tokens: bar.update(
             task, completed=round(1000 * share), description=speed.words(share, tokens)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
+
+from clearhead.views.terminal import Terminal
 
 if TYPE_CHECKING:
     from clearhead.models import Step, Training
 
-__all__ = ["render_samples", "train_progress"]
+__all__ = ["train_progress", "training_end"]
 
 
 @contextmanager
@@ -21,7 +24,7 @@ def train_progress(training: Training) -> Iterator[Callable[[Step], None]]:
     """Show a bar with loss and time left on a terminal, and plain lines in a pipe."""
     count = sum(parameter.numel() for parameter in training.model.parameters())
     steps = training.settings.steps
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     console.print(f"{training.model.name}: {count:,} parameters, {steps} steps")
     if console.is_terminal:
         with _bar(training, console) as show:
@@ -37,7 +40,7 @@ def train_progress(training: Training) -> Iterator[Callable[[Step], None]]:
 
 
 @contextmanager
-def _bar(training: Training, console: Console) -> Iterator[Callable[[Step], None]]:
+def _bar(training: Training, console: Terminal) -> Iterator[Callable[[Step], None]]:
     losses = TextColumn("loss {task.fields[loss]}  validation {task.fields[validation]}  left")
     with Progress(MofNCompleteColumn(), BarColumn(), losses, TimeLeft(), console=console) as bar:
         steps, done = training.settings.steps, training.step
@@ -51,9 +54,18 @@ def _bar(training: Training, console: Console) -> Iterator[Callable[[Step], None
         yield show
 
 
-def render_samples(samples: dict[str, str]) -> str:
-    """Show what `clearhead.models.samples` gave: a text, or gaps above what fills them."""
+def training_end(training: Training, out: Path, samples: dict[str, str]) -> list[str]:
+    """Show what `clearhead.models.samples` gave, or how to resume; the last line names the result.
+
+    A model continues a text, or a BERT fills gaps, which stand above what it puts there.
+    """
+    if not samples:
+        return [
+            f"Stopped after step {training.step} of {training.settings.steps}.",
+            f"To go on: clearhead train --resume {shlex.quote(str(out))}",
+            f"Wrote {out}",
+        ]
     if "text" in samples:
-        return f"A sample:\n{samples['text']}\n"
+        return [f"A sample:\n{samples['text']}\n", f"Wrote {out}"]
     gaps, filled = samples["gaps"], samples["filled"]
-    return f"Gaps, and what the model puts there:\n{gaps!r}\n{filled!r}\n"
+    return [f"Gaps, and what the model puts there:\n{gaps!r}\n{filled!r}\n", f"Wrote {out}"]

@@ -1,0 +1,161 @@
+"""Checks of a table that was read: what is damaged, cut or doubled must not look like a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from clearhead.heads.statistics import STATISTICS
+
+__all__ = ["faults_of"]
+
+# The statistic with one value for all sequences: undefined for fewer than two.
+VARIABILITY = "variability"
+# More layers or heads than any model has: numbers above are damage, not sizes.
+LARGEST = 1 << 16
+# Rounding of a mean of values that lie in a range.
+SLACK = 1e-3
+_INTEGERS, _FLOATS, _TEXTS = ("layer", "head", "count"), ("mean", "variance"), ("module", "unit")
+
+
+def faults_of(about: Any, table: Any) -> Iterator[str]:
+    """Say what is wrong with a table and what it says of itself; one fault may hide others."""
+    for name, kind in (("model", str), ("corpus", str), ("tokens", int)):
+        if not isinstance(about.get(name), kind) or isinstance(about[name], bool):
+            yield f"its metadata has no {name}"
+            return
+    found = list(_faults_of_columns(table))
+    if not found and not table.num_rows:
+        found = ["it has no rows"]
+    if not found and "rows" in about and about["rows"] != table.num_rows:
+        found = [f"it has {table.num_rows} rows, and was written with {about['rows']!r}"]
+    yield from found or _faults_of_rows(_Columns(table))
+
+
+def _faults_of_columns(table: Any) -> Iterator[str]:
+    import pyarrow.types as types
+
+    documents = ("document",) if "document" in table.schema.names else ()
+    checks = {
+        **dict.fromkeys((*documents, *_INTEGERS), types.is_integer),
+        **dict.fromkeys(_FLOATS, types.is_floating),
+        **dict.fromkeys((*_TEXTS, "statistic"), _is_text),
+    }
+    for name, check in checks.items():
+        if table.schema.names.count(name) != 1:
+            yield f"it has {table.schema.names.count(name)} columns {name!r}"
+        elif not check(table.schema.field(name).type):
+            yield f"its column {name!r} is {table.schema.field(name).type}"
+        elif name != "variance" and table[name].null_count:
+            yield f"its column {name!r} has nulls"
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+class _Columns:
+    """The columns of a table as arrays; `statistic` and `unit` number the names in lists."""
+
+    def __init__(self, table: Any) -> None:
+        self.document = table["document"].to_numpy() if "document" in table.schema.names else None
+        self.layer, self.head, self.count = (table[name].to_numpy() for name in _INTEGERS)
+        self.mean = table["mean"].to_numpy()
+        self.variance = table["variance"].to_numpy(zero_copy_only=False)
+        self.no_variance = table["variance"].is_null().to_numpy()
+        self.names, self.statistic = _numbered(table["statistic"])
+        self.units, self.unit = _numbered(table["unit"])
+
+    def each(self, name: str) -> Any:
+        """Which rows have a statistic."""
+        at = self.names.index(name) if name in self.names else -1
+        return self.statistic == at
+
+
+def _numbered(column: Any) -> tuple[list[str], Any]:
+    import pyarrow
+
+    plain = column.cast(pyarrow.string()).combine_chunks().dictionary_encode()
+    if isinstance(plain, pyarrow.ChunkedArray):
+        plain = plain.unify_dictionaries().combine_chunks()
+    return plain.dictionary.to_pylist(), plain.indices.to_numpy()
+
+
+def _faults_of_rows(rows: _Columns) -> Iterator[str]:
+    for name, values, most in (
+        ("layer", rows.layer, LARGEST), ("head", rows.head, LARGEST), ("count", rows.count, 2**63),
+    ):  # fmt: skip
+        if values.min() < 0 or int(values.max()) >= most:
+            yield f"it has a {name} of {values.min() if values.min() < 0 else values.max()}"
+            return
+    yield from _faults_of_numbers(rows)
+    yield from _faults_of_keys(rows)
+    yield from _gaps(rows)
+
+
+def _faults_of_numbers(rows: _Columns) -> Iterator[str]:
+    counted, undefined = rows.count > 0, rows.each(VARIABILITY) & (rows.count <= 1)
+    if (bad := counted & ~undefined & ~np.isfinite(rows.mean)).any():
+        yield f"{bad.sum()} means are no numbers, though something was counted"
+    spread = counted & ~rows.no_variance
+    if (bad := spread & ~(np.isfinite(rows.variance) & (rows.variance >= 0))).any():
+        yield f"{bad.sum()} variances are no numbers of 0 or more, though something was counted"
+    for number, unit in enumerate(rows.units):
+        least, most = _range(unit)
+        with np.errstate(invalid="ignore"):
+            out = (rows.mean < least) | (rows.mean > most)
+        if (bad := counted & (rows.unit == number) & out).any():
+            yield f"{bad.sum()} means are no {unit}: {rows.mean[bad][0]:g}"
+
+
+def _range(unit: str) -> tuple[float, float]:
+    if unit.startswith("share"):
+        return -SLACK, 1 + SLACK
+    return (-1 - SLACK, 1 + SLACK) if unit == "cosine" else (-SLACK, np.inf)
+
+
+def _faults_of_keys(rows: _Columns) -> Iterator[str]:
+    known = {*STATISTICS, VARIABILITY}
+    if strange := [n for n in rows.names if n not in known and not _is_overlap(n)]:
+        yield f"it has a statistic {strange[0]!r}"
+    parts = [rows.layer, rows.head, rows.statistic]
+    parts = parts if rows.document is None else [rows.document, *parts]
+    keys = np.stack([part.astype("int64") for part in parts])
+    doubled = keys.shape[1] - np.unique(keys, axis=1).shape[1]
+    if doubled:
+        yield f"{doubled} rows are there twice"
+
+
+def _is_overlap(name: str) -> bool:
+    start, dot, other = name.partition(".")
+    return start == "overlap" and bool(dot) and other.isdecimal()
+
+
+def _gaps(rows: _Columns) -> Iterator[str]:
+    """Layers, heads and statistics that are missing; documents leave out what they have not."""
+    layers = np.unique(rows.layer)
+    if len(layers) != layers.max() + 1:
+        yield f"it has {len(layers)} layers, and one with the number {layers.max()}"
+    for layer in layers:
+        inside = rows.layer == layer
+        heads = np.unique(rows.head[inside])
+        if len(heads) != heads.max() + 1:
+            yield f"layer {layer} has {len(heads)} heads, and one with the number {heads.max()}"
+            continue
+        if rows.document is None:
+            yield from _missing(rows, int(layer), inside, len(heads))
+
+
+def _missing(rows: _Columns, layer: int, inside: Any, heads: int) -> Iterator[str]:
+    for head in range(heads):
+        here = set(rows.statistic[inside & (rows.head == head)].tolist())
+        others = {f"overlap.{other}" for other in range(heads) if other != head}
+        needed = {*STATISTICS, VARIABILITY} | others
+        if needed != {rows.names[number] for number in here}:
+            yield f"layer {layer}, head {head} has {len(here)} statistics of {len(needed)}"
+            return

@@ -1,0 +1,85 @@
+"""The output streams of a command: data steers no terminal, and a closed pipe ends no work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from clearhead.views.encoding import any_encoding
+from clearhead.views.labels import visible
+
+__all__ = ["Output", "output_streams"]
+
+
+@contextlib.contextmanager
+def output_streams() -> Iterator[None]:
+    """Pass all that is printed inside the block through `Output`."""
+    before = sys.stdout, sys.stderr
+    # A stream that was closed before the start is None.
+    with contextlib.ExitStack() as opened:
+        out, err = (
+            opened.enter_context(open(os.devnull, "w", encoding="utf-8")) if s is None else s
+            for s in before
+        )
+        sys.stdout = out
+        with any_encoding():
+            sys.stdout, sys.stderr = Output(out), Output(err, needed=False)
+            try:
+                yield
+                sys.stdout.flush()
+            finally:
+                sys.stdout, sys.stderr = before
+
+
+class Output:
+    """A text stream whose reader may go away, and on which a terminal shows control characters.
+
+    `lost` is True once nobody reads any more, and the rest is dropped. A stream that is not
+    `needed`, because it only reports, is also lost where it cannot be written (a full disk).
+    """
+
+    def __init__(self, stream: Any, *, needed: bool = True, escape: bool = True) -> None:
+        self._stream, self._needed = stream, needed
+        self._escape = escape and stream.isatty()
+        self.lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def unescaped(self) -> Output:
+        """The same stream for text that is escaped already, and may have colours."""
+        return Output(self._stream, needed=self._needed, escape=False)
+
+    def write(self, text: str) -> int:
+        """Write, unless nobody reads any more."""
+        if not self.lost:
+            with self._losing():
+                self._stream.write(visible(text) if self._escape else text)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write one line after another; they hold their own line ends."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        if not self.lost:
+            with self._losing():
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # What is still buffered is written again when the process ends: to nobody.
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self.lost = True
+            if self._needed and not isinstance(error, BrokenPipeError):
+                raise
