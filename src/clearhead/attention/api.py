@@ -141,21 +141,19 @@ def make_problem(
 
     The shapes of query, key and value have been checked.
     """
-    given = query
+    passed = query
     if query.ndim < 4:
         query, key, value = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
-    plain = Problem(query, key, value, None, _scale(scale, query.shape[-1]))
-    if mask is bias is softcap is sinks is None and not dropout:
-        return plain
+    scale = _scale(scale, query.shape[-1])
     return Problem(
         query,
         key,
         value,
-        None if mask is None else edges.mask(mask, given, plain),
-        plain.scale,
-        None if bias is None else edges.bias(bias, given, plain),
+        None if mask is None else edges.mask(mask, passed, query, key),
+        scale,
+        None if bias is None else edges.bias(bias, passed, key),
         None if softcap is None else checks.softcap(softcap),
-        None if sinks is None else checks.sinks(sinks, plain),
+        None if sinks is None else checks.sinks(sinks, query),
         checks.dropout(dropout) if dropout else 0.0,
     )
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from clearhead._core import type_error, value_error
-from clearhead.attention.problem import Problem
 from clearhead.readings import Reading
 
 Shape = tuple[int, ...]
@@ -137,10 +136,10 @@ def _wrong_device(**tensors: Tensor) -> ValueError:
     return value_error(", ".join(tensors), "are on one device", got=got, hint=hint)
 
 
-def same_device(name: str, given: Tensor, problem: Problem) -> None:
+def same_device(name: str, given: Tensor, query: Tensor) -> None:
     """Check that the tensor lies on the device of query, key and value."""
-    if given.device != problem.query.device:
-        raise _wrong_device(query=problem.query, **{name: given})
+    if given.device != query.device:
+        raise _wrong_device(query=query, **{name: given})
 
 
 def wanted(read: Reading | Sequence[Reading] | None) -> tuple[Reading, ...]:
@@ -188,19 +187,19 @@ def dropout(given: Any) -> float:
     return given
 
 
-def sinks(given: Any, problem: Problem) -> Tensor:
+def sinks(given: Any, query: Tensor) -> Tensor:
     """Check that there is one sink logit for each query head."""
     if not isinstance(given, Tensor) or not given.is_floating_point():
         got = str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
         hint = "one logit for each query head, for example torch.zeros(head)"
         raise type_error("sinks", "is a floating-point tensor", got=got, hint=hint)
-    same_device("sinks", given, problem)
-    heads = problem.query.shape[-3]
+    same_device("sinks", given, query)
+    heads = query.shape[-3]
     if tuple(given.shape) != (heads,):
         raise value_error(
             "sinks",
             "has one logit for each query head, shape (head,)",
-            shapes={"sinks": given, "query": problem.query},
+            shapes={"sinks": given, "query": query},
             hint=f"expand it to shape ({heads},)",
         )
     return given

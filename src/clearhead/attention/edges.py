@@ -10,25 +10,28 @@ from torch import Tensor
 from clearhead import masks
 from clearhead._core import active_transforms, type_error, value_error, warn
 from clearhead.attention.checks import same_device
-from clearhead.attention.problem import Problem
+from clearhead.attention.problem import sizes_of
 from clearhead.masks import MAY_ATTEND, Mask, no_mask, only_ones_and_zeros
 
 __all__ = ["bias", "mask", "warn_if_backwards"]
 
 
-def mask(given: Any, query: Tensor, problem: Problem) -> Mask:
-    """Return the mask as a `Mask` whose sizes fit; `query` is as the caller passed it."""
+def mask(given: Any, passed: Tensor, query: Tensor, key: Tensor) -> Mask:
+    """Return the mask as a `Mask` whose sizes fit.
+
+    `passed` is query as the caller passed it; query and key have a head axis.
+    """
     if isinstance(given, Mask):
-        given.check(problem.sizes)
+        given.check(sizes_of(query, key))
         return given
     if not isinstance(given, Tensor):
         raise no_mask("mask", given)
     if given.dtype != torch.bool:
         raise _no_bool(given)
-    same_device("mask", given, problem)
-    whole = _with_head("mask", given, query, problem)
+    same_device("mask", given, query)
+    whole = _with_head("mask", given, passed, key)
     warn_if_backwards(given)
-    return masks.dense(_flat_batch(whole, problem))
+    return masks.dense(_flat_batch(whole, query, key))
 
 
 def warn_if_backwards(given: Tensor) -> None:
@@ -81,15 +84,15 @@ def _no_bool(given: Tensor) -> TypeError:
     )
 
 
-def bias(given: Any, query: Tensor, problem: Problem) -> Tensor:
+def bias(given: Any, passed: Tensor, key: Tensor) -> Tensor:
     """Return the bias with a head axis where it has one to broadcast over."""
     if not isinstance(given, Tensor) or not given.is_floating_point():
         got = str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
         hint = "a bool tensor of edges belongs into mask="
         raise type_error("bias", "is a floating-point tensor", got=got, hint=hint)
-    same_device("bias", given, problem)
+    same_device("bias", given, passed)
     _warn_of_disguise(given)
-    return _with_head("bias", given, query, problem)
+    return _with_head("bias", given, passed, key)
 
 
 def _warn_of_disguise(given: Tensor) -> None:
@@ -106,9 +109,9 @@ def _warn_of_disguise(given: Tensor) -> None:
         )
 
 
-def _with_head(name: str, given: Tensor, query: Tensor, problem: Problem) -> Tensor:
+def _with_head(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Check that the tensor broadcasts to the scores, and put in the head axis of 3-D inputs."""
-    target = (*query.shape[:-1], problem.key.shape[-2])
+    target = (*query.shape[:-1], key.shape[-2])
     shape = tuple(given.shape)
     at = len(target) - len(shape)
     if at < 0 or any(size not in (1, full) for size, full in zip(shape, target[at:], strict=True)):
@@ -135,9 +138,9 @@ def _fitting(given: Tensor, target: tuple[int, ...]) -> str:
     )
 
 
-def _flat_batch(whole: Tensor, problem: Problem) -> Tensor:
+def _flat_batch(whole: Tensor, queries: Tensor, key: Tensor) -> Tensor:
     """Return (query, source) or (batch or 1, head or 1, query, source), as masks know them."""
-    query, source = problem.query.shape[-2], problem.key.shape[-2]
+    query, source = queries.shape[-2], key.shape[-2]
     if whole.ndim < 3:
         return whole.expand(query, source)
     whole = whole.expand(*whole.shape[:-2], query, source)
@@ -145,4 +148,4 @@ def _flat_batch(whole: Tensor, problem: Problem) -> Tensor:
         return whole.unsqueeze(0)
     if all(size == 1 for size in whole.shape[:-3]):
         return whole.reshape(1, *whole.shape[-3:])
-    return whole.expand(*problem.query.shape[:-3], *whole.shape[-3:]).flatten(0, -4)
+    return whole.expand(*queries.shape[:-3], *whole.shape[-3:]).flatten(0, -4)

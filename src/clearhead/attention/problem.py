@@ -14,7 +14,7 @@ from clearhead._core import Sizes
 if TYPE_CHECKING:
     from clearhead.masks import Mask
 
-__all__ = ["Problem", "default_scale"]
+__all__ = ["Problem", "default_scale", "sizes_of"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,11 +40,7 @@ class Problem:
     @property
     def sizes(self) -> Sizes:
         """The sizes that masks and readings receive; several batch axes count as their product."""
-        *batch, head, query, _ = self.query.shape
-        flat = 1
-        for size in batch:
-            flat *= size
-        return Sizes(flat, head, query, self.key.shape[-2])
+        return sizes_of(self.query, self.key)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +60,15 @@ class Problem:
             return tile
         batch = self.query.shape[:-3] if tile.shape[0] != 1 else ()
         return tile.reshape(*batch, *tile.shape[1:])
+
+
+def sizes_of(query: Tensor, key: Tensor) -> Sizes:
+    """The sizes of tensors with a head axis; several batch axes count as their product."""
+    *batch, head, rows, _ = query.shape
+    flat = 1
+    for size in batch:
+        flat *= size
+    return Sizes(flat, head, rows, key.shape[-2])
 
 
 def default_scale(head_dim: int) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from clearhead._core import readable, type_error, value_error
 from clearhead.masks.mask import Mask
 from clearhead.masks.protocol import Block, Own, Tile
-from clearhead.masks.ranges import Interval, runs
+from clearhead.masks.ranges import Interval, Ranges, runs
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -265,6 +265,10 @@ class Dense(Mask):
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         # Looking for the runs of a whole map costs more than reading it as it is.
         return None if self.own.query is not None else super()._ranges(i, sizes, most)
+
+    def ranges(self, query: int, source: int | None = None, most: int = 4) -> Ranges | None:
+        # The same without the checks: `strip` is what a kernel reads.
+        return None if self.own.query is not None else super().ranges(query, source, most)
 
     def strip(self, queries: range, sizes: Sizes) -> Tensor:
         tensor = self.tensor

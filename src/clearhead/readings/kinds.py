@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from clearhead._core import Sizes, type_error, value_error
+from clearhead.masks import Mask
 from clearhead.readings.cells import by_cell
 from clearhead.readings.fold import (
     Blocks,
@@ -22,9 +23,6 @@ from clearhead.readings.fold import (
     place,
 )
 from clearhead.readings.strip import Strip
-
-if TYPE_CHECKING:
-    from clearhead.masks import Mask
 
 __all__ = [
     "BlockMap",
@@ -270,7 +268,7 @@ class Mass(PerQueryReading, splits_grad=True):
     """
 
     def __init__(self, edges: Mask):
-        if isinstance(edges, Tensor) or not callable(getattr(edges, "tile", None)):
+        if not isinstance(edges, Mask):
             hint = "masks.dense(tensor) makes one of a bool tensor"
             raise type_error("edges", "takes a mask", got=type(edges).__name__, hint=hint)
         self.edges = edges

@@ -75,12 +75,12 @@ def _edges(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | Non
     """The mask as start and stop of one interval a row where it is one, else a bool an edge."""
     if problem.mask is None:
         return None, None, None
-    sizes = problem.sizes
-    found = problem.mask.intervals(sizes.query, sizes.source)
+    sizes, device = problem.sizes, problem.query.device
+    found = problem.mask.intervals(sizes.query, sizes.source, device)
     if found is not None:
         start, stop = (x if x.ndim == 3 else x[None, None] for x in found)
         return start.to(torch.int32), stop.to(torch.int32), None
-    rows, columns = torch.arange(sizes.query), torch.arange(sizes.source)
+    rows, columns = (torch.arange(n, device=device) for n in (sizes.query, sizes.source))
     edges = problem.mask.tile(rows, columns, sizes)
     return None, None, edges if edges.ndim == 4 else edges[None, None]
 

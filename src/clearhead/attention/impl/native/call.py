@@ -25,7 +25,8 @@ SLOTS = 64
 
 def readable(x: Tensor) -> Tensor:
     """The tensor as (batch, head, position, feature), with adjacent features."""
-    x = as_4d(x)
+    if x.ndim != 4:
+        x = as_4d(x)
     if x.is_neg():
         # Its memory holds the opposite sign (the imaginary part of a conjugate).
         x = x.resolve_neg()

@@ -69,7 +69,7 @@ class Tiled:
             context, _, parts = _forward(problem, read)
             return context, [r.finish(part) for r, part in zip(read, parts, strict=True)]
         trees: list[Any] = []
-        context, *flat = _Tiled.apply(problem, read, trees, *tensors_of(problem))  # type: ignore[misc]
+        context, *flat = _Recomputed.apply(problem, read, trees, *tensors_of(problem))  # type: ignore[misc]
         return context, pytree.tree_unflatten(flat, trees[0])
 
     def readings_only(self, problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
@@ -152,7 +152,7 @@ def _finite(x: Tensor) -> bool:
     return bool(x.detach().isfinite().all())
 
 
-class _Tiled(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     """The forward without a graph; the backward recomputes strip after strip."""
 
     @staticmethod
