@@ -87,7 +87,7 @@ def test_a_named_axis_is_believed_and_doubted():
 def test_a_model_that_mixes_no_positions_is_noted():
     report = audit(nn.Linear(WIDTH, 4), torch.randn(2, 5, WIDTH))
     assert report.ok
-    assert "no output depends on another position" in " ".join(report.notes)
+    assert "no output was seen to depend on another position" in " ".join(report.notes)
     assert "another position" not in str(audit(lambda x: x.cumsum(1), torch.randn(2, 5, 3)))
 
 
@@ -481,3 +481,13 @@ def test_sound_models_pass_every_form(dtype):
         audit.batch(model, {"input_ids": ids}),
     ):
         assert report.ok, report
+
+
+def test_an_error_in_the_forward_says_that_it_is_the_models():
+    def broken(x: Tensor) -> Tensor:
+        return x[:, [99]]
+
+    with pytest.raises(IndexError) as caught:
+        audit(broken, torch.randn(2, 5, 3))
+    if hasattr(caught.value, "__notes__"):
+        assert "raised by the model itself" in caught.value.__notes__[0]

@@ -12,11 +12,15 @@ from clearhead.dependence.subject import (
     Perturbation,
     Replacement,
     Runner,
+    largest,
     rounding_floor,
     undefined,
 )
 
 __all__ = ["check_axes"]
+
+# Movement above this share of the largest output is no rounding in any dtype, and needs no floor.
+PLAIN = 0.1
 
 
 def check_axes(runner: Runner, *, given: bool) -> Outcome:
@@ -26,8 +30,21 @@ def check_axes(runner: Runner, *, given: bool) -> Outcome:
     """
     if runner.inputs.main.batch_axis is None or runner.noisy or _mixes(runner, along=1):
         return Outcome()
-    if not _samples_mix(runner):
-        return _independent(runner)
+    if _samples_mix(runner):
+        return _swapped(runner, given)
+    # Runs that failed, and outputs that are NaN, show nothing.
+    if runner.inputs.positions == 1 or runner.failures or undefined(runner.base()).any():
+        return Outcome()
+    axis = runner.inputs.main.axis
+    return Outcome(
+        notes=(
+            "no output was seen to depend on another position: a model that works position by "
+            f"position, or are the positions on another axis than {axis} (axis=)?",
+        )
+    )
+
+
+def _swapped(runner: Runner, given: bool) -> Outcome:
     read = runner.inputs
     problem = (
         f"no output depends on another position of axis {read.main.axis}, "
@@ -45,26 +62,13 @@ def check_axes(runner: Runner, *, given: bool) -> Outcome:
     )
 
 
-def _independent(runner: Runner) -> Outcome:
-    if runner.inputs.positions == 1 or undefined(runner.base()).any():
-        return Outcome()
-    axis = runner.inputs.main.axis
-    return Outcome(
-        notes=(
-            f"no output depends on another position: a model that works position by position, "
-            f"or are the positions on another axis than {axis} (axis=)?",
-        )
-    )
-
-
 def _samples_mix(runner: Runner) -> bool:
     if runner.inputs.batch > 1:
         return _mixes(runner, along=0)
     # One sample says nothing of others: put a copy beside it.
     doubled = [_doubled(runner.inputs, one) for one in runner.replacements]
-    pair = Runner(runner.model, runner.inputs.repeat(2), doubled)
     try:
-        return _mixes(pair, along=0)
+        return _mixes(Runner(runner.model, runner.inputs.repeat(2), doubled), along=0)
     except Exception:  # the model may accept one batch size only
         return False
 
@@ -84,10 +88,20 @@ def _mixes(runner: Runner, along: int) -> bool:
         return False
     even = torch.arange(sources.shape[along]) % 2 == 0
     even = (even if along else even[:, None]).expand_as(sources)
-    return any(_reaches(runner, half) for half in (even, ~even))
+    return any(
+        _reaches(runner, Perturbation(half, number))
+        for number in range(len(runner.replacements))
+        for half in (even, ~even)
+    )
 
 
-def _reaches(runner: Runner, sources: Tensor) -> bool:
-    moved = [m for m in runner.movements([Perturbation(sources, 0)]) if m is not None]
-    sizes = [float(m.expand_as(sources)[~sources].max()) for m in moved]
-    return max(sizes, default=0.0) > 0 and max(sizes) > rounding_floor(runner)
+def _reaches(runner: Runner, perturbation: Perturbation) -> bool:
+    (moved,) = runner.movements([perturbation])
+    if moved is None:
+        return False
+    size = float(_elsewhere(moved, perturbation.sources).max())
+    return size > PLAIN * largest(runner.base()) or (size > 0 and size > rounding_floor(runner))
+
+
+def _elsewhere(moved: Tensor, sources: Tensor) -> Tensor:
+    return moved.expand_as(sources)[~sources]

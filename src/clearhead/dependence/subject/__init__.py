@@ -7,6 +7,7 @@ from clearhead.dependence.subject.inputs import (
     Key,
     ModelInputs,
     call,
+    name_of,
     read_inputs,
 )
 from clearhead.dependence.subject.outputs import (
@@ -36,7 +37,7 @@ from clearhead.dependence.subject.rounding import (
     rounding_floor,
     unit_of,
 )
-from clearhead.dependence.subject.runner import Runner, name_of
+from clearhead.dependence.subject.runner import Runner
 from clearhead.dependence.subject.state import Snapshot, modules_in, untouched
 
 __all__ = [

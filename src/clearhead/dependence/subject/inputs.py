@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead._core import type_error, value_error
 
-__all__ = ["ContentInput", "Key", "ModelInputs", "call", "read_inputs"]
+__all__ = ["ContentInput", "Key", "ModelInputs", "call", "name_of", "read_inputs"]
 
 # The number of a positional argument or the name of a keyword argument.
 Key = int | str
@@ -175,13 +177,32 @@ def call(model: Callable[..., Any], inputs: ModelInputs, edits: set[str] | None 
     """Call the model on copies of its inputs; `edits` gets the names of those edited in place."""
     args = tuple(map(_copied, inputs.args))
     kwargs = {name: _copied(value) for name, value in inputs.kwargs.items()}
-    with torch.no_grad():
+    with torch.no_grad(), _named_as_own(model):
         answer = model(*args, **kwargs)
     if edits is not None:
         given = inputs.named()
         used: dict[Key, Any] = {**dict(enumerate(args)), **kwargs}
         edits |= {str(key) for key, value in used.items() if _is_edited(value, given[key])}
     return answer
+
+
+def name_of(model: object) -> str:
+    """Name a model or function for the report."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__qualname__", None) or type(model).__name__
+
+
+@contextmanager
+def _named_as_own(model: object) -> Iterator[None]:
+    """Add to an error of the model that it is the model's, where the version of Python can."""
+    try:
+        yield
+    except Exception as error:
+        note = f"raised by the model itself ({name_of(model)}), which the audit called"
+        if sys.version_info >= (3, 11) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
 
 
 def _copied(value: Any) -> Any:

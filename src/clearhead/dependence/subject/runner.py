@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead.dependence.report import Outcome
 from clearhead.dependence.subject.inputs import ModelInputs, call
@@ -16,17 +16,10 @@ from clearhead.dependence.subject.outputs import OutputRows, movement, outputs_o
 from clearhead.dependence.subject.perturbation import Perturbation, Replacement, splice
 from clearhead.dependence.subject.state import Snapshot, random_state, restore_random
 
-__all__ = ["Runner", "name_of"]
+__all__ = ["Runner"]
 
 # Positions, and output numbers, that one forward over several copies may hold.
 MOST_POSITIONS, MOST_NUMBERS = 1 << 13, 1 << 25
-
-
-def name_of(model: object) -> str:
-    """Name a model or function for the report."""
-    if isinstance(model, nn.Module):
-        return type(model).__name__
-    return getattr(model, "__qualname__", None) or type(model).__name__
 
 
 class Runner:
