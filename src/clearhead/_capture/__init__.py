@@ -17,6 +17,7 @@ from clearhead._capture.recompute import (
     read_call,
     rounding_bound,
     shared_mask,
+    softmax_difference,
 )
 from clearhead._capture.transformers import Loop, last_query, prompt_length, two_sided
 
@@ -43,6 +44,7 @@ __all__ = [
     "read_call",
     "rounding_bound",
     "shared_mask",
+    "softmax_difference",
     "two_sided",
     "unmasked",
     "watchable",

@@ -126,6 +126,7 @@ class EagerCall(CallSite):
     key: Tensor | None = None  # (batch, source_head, source, head_dim), where it is known
     sink_scores: Tensor | None = None  # (batch, head, query, any): in the softmax, without a value
     dropped: Tensor | None = None  # the weights after dropout, where it was on
+    proven: bool = True  # False where more than one softmax may have made the weights
 
     @property
     def sizes(self) -> Sizes:

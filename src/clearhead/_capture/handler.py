@@ -44,6 +44,10 @@ class Handler:
     def unseen(self, module: str, reason: str) -> None:
         """Receive the reason why something that looks like attention cannot be seen."""
 
+    def elsewhere(self, module: str, reason: str) -> None:
+        """Receive how weights of a call meet a value in a product that is no call."""
+        self.unseen(module, reason)
+
     def module_starts(self, name: str) -> None:
         """Receive the name of a module of the model that starts to run."""
 

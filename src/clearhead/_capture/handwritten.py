@@ -20,12 +20,14 @@ from clearhead._capture.modules import Sites
 from clearhead._capture.provenance import (
     DIVISIONS,
     EXPONENTIALS,
+    MULTIPLICATIONS,
     PRODUCTS,
     SOFTMAXES,
     Origin,
     Provenance,
     Softmax,
     tensors,
+    version,
 )
 
 __all__ = ["HANDWRITTEN", "Handwritten", "folding"]
@@ -54,6 +56,8 @@ class Handwritten:
         if origin is None or not scored or not self._sites.listening:
             return self._provenance.run(func, args, kwargs)
         dim = kwargs["dim"] if "dim" in kwargs else (args[1] if len(args) > 1 else None)
+        if kwargs.get("out") is not None:
+            scores = scores.clone()  # it may be written over
         weights = func(*args, **kwargs)
         self._remember(origin, scores, weights, (-1 if dim is None else dim) % scores.ndim)
         return weights
@@ -79,21 +83,25 @@ class Handwritten:
             with torch._C.DisableTorchFunction():
                 # A factor of 0 after the exponential is a mask as well.
                 scores = scores.masked_fill(out == 0, -math.inf)
-            self._remember(origin, scores, out, scores.ndim - 1)
+            self._remember(origin, scores, out, scores.ndim - 1, divided=True)
         return out
 
-    def _remember(self, origin: Origin, scores: Tensor, weights: Tensor, dim: int) -> None:
+    def _remember(
+        self, origin: Origin, scores: Tensor, weights: Tensor, dim: int, divided: bool = False
+    ) -> None:
         assert origin.product is not None
         heads = (origin.heads or getattr(_folded, "heads", None)) if scores.ndim == 3 else None
         module, scale = self._sites.running, origin.scale
         found = Softmax(scores, weights, dim, origin.product, heads, module, scale)
+        found.versions, found.divided = (version(scores), version(weights)), divided
         self._pending[id(found)] = module
         self._provenance.mark(weights, Origin(origin.root, softmax=found))
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a matrix product: of query and key, of weights and value, or another one."""
         out = func(*args, **kwargs)
-        operands = list(tensors((args, kwargs)))[-2:]
+        given = {name: value for name, value in kwargs.items() if name != "out"}
+        operands = list(tensors((args, given)))[-2:]
         if len(operands) < 2 or not self._sites.listening or not out.is_floating_point():
             self._provenance.follow(func, args, kwargs, out)
             return out
@@ -102,17 +110,33 @@ class Handwritten:
             if origin is None or origin.softmax is None:
                 continue
             if not origin.softmax.used:
-                pair = weights, operands[1 - at]
+                pair, into = (weights, operands[1 - at]), kwargs.get("out") is not None
                 return self._attention(
-                    ValueProduct(func, args, out, origin, origin.softmax, *pair, at)
+                    ValueProduct(func, args, out, origin, origin.softmax, *pair, at, into)
                 )
-            module = origin.softmax.module
-            self._handler.unseen(module, "its weights are multiplied by several values")
+            self._elsewhere(origin.softmax, "its weights are multiplied by several values")
         if any(_is_parameter(x) for x in operands):
             self._provenance.follow(func, args, kwargs, out)
         else:
             self._mark_scores(operands, out, kwargs.get("alpha", 1.0))
         return out
+
+    def multiplication(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an elementwise product; with one more axis than the weights have, of values."""
+        out = self._provenance.run(func, args, kwargs)
+        for operand in args[:2]:
+            origin = self._provenance.origin(operand)
+            if origin is None or origin.softmax is None or not isinstance(out, Tensor):
+                continue
+            if out.ndim > origin.softmax.ndim:
+                self._elsewhere(origin.softmax, "its weights are multiplied by values one by one")
+        return out
+
+    def _elsewhere(self, found: Softmax, reason: str) -> None:
+        """Report weights that meet a value in a product that is no call."""
+        found.elsewhere = reason
+        if found.used:
+            self._handler.elsewhere(found.module, reason)
 
     def _mark_scores(self, operands: list[Tensor], out: Tensor, alpha: float) -> None:
         """Mark the product of two activations: it may be scores."""
@@ -133,6 +157,7 @@ class Handwritten:
         self._pending.pop(id(found), None)
         axes = _axes(product)
         if isinstance(axes, str):
+            found.elsewhere = axes
             self._handler.unseen(found.module, axes)
             return out
         found.used = True
@@ -147,7 +172,10 @@ class Handwritten:
             changed = self._handler.after(located, four)
         if changed is not None:
             back = [axes.context.index(axis) for axis in range(out.ndim)]
-            out = changed.reshape(context.shape).permute(back)
+            changed = changed.reshape(context.shape).permute(back)
+            out = out.copy_(changed) if product.into else changed
+        if found.elsewhere:
+            self._handler.elsewhere(found.module, found.elsewhere)
         found.scores = found.weights = out.new_empty(0)
         self._sites.seen()
         self._provenance.mark(out, Origin(product.origin.root))
@@ -175,6 +203,7 @@ HANDWRITTEN = {
     **dict.fromkeys(PRODUCTS, Handwritten.product),
     **dict.fromkeys(EXPONENTIALS, Handwritten.exponential),
     **dict.fromkeys(DIVISIONS, Handwritten.division),
+    **dict.fromkeys(MULTIPLICATIONS, Handwritten.multiplication),
 }
 
 
@@ -190,6 +219,7 @@ class ValueProduct:
     weights: Tensor
     value: Tensor
     at: int  # which operand the weights are, 0 or 1
+    into: bool = False  # whether the result is written into a tensor of the model's
 
 
 @dataclass(frozen=True)
@@ -228,6 +258,7 @@ def _described(product: ValueProduct, axes: Axes) -> tuple[EagerCall, tuple[int,
         dropped=dropped,
         scale=found.scale,
         dropout=float(product.origin.dropped),
+        proven=not (found.edited or found.divided or product.origin.edited),
     )
     return call, lead
 

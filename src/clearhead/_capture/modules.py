@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from clearhead._capture.call import Call
@@ -27,6 +29,7 @@ _RECURS = re.compile(
     r"|shortconv|fourier",
     re.IGNORECASE,
 )
+_CHECKPOINTS = torch.utils.checkpoint.__file__
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
@@ -38,6 +41,12 @@ def _within(name: str, other: str) -> bool:
 def _plain(name: str) -> str:
     """Leave out of a dotted name what `torch.compile` put in."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _needs_gradient(context: Any) -> bool:
+    """Whether this belongs to an autograd function, whose forward runs, with a gradient."""
+    known = isinstance(context, torch.autograd.function.FunctionCtx)
+    return known and any(context.needs_input_grad)
 
 
 def _alike(pair: tuple[str, str]) -> bool:
@@ -61,6 +70,7 @@ class Modules:
         self.elsewhere: set[str] = set()
         self.scripted: set[str] = set()
         self.fast = False
+        self._learning = True
         self.on_start: Callable[[str], None] = lambda name: None
         self.on_end: Callable[[str, int | None], None] = lambda name, count: None
         self._stack: list[str] = []
@@ -87,6 +97,19 @@ class Modules:
     def runs(self, name: str) -> bool:
         """Whether the module of this name, or one inside it, runs now."""
         return name in self._stack
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether backward will run again what runs now, as activation checkpointing does."""
+        frame = inspect.currentframe() if self._learning else None
+        while frame is not None:
+            if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == _CHECKPOINTS:
+                if frame.f_locals.get("use_reentrant") is False and torch.is_grad_enabled():
+                    return True
+            elif frame.f_code.co_name == "forward" and _needs_gradient(frame.f_locals.get("ctx")):
+                return True
+            frame = frame.f_back
+        return False
 
     @property
     def over(self) -> bool:
@@ -158,6 +181,8 @@ class Modules:
             yield
             return
         self.ran.add(name)
+        if not self._stack:
+            self._learning = torch.is_grad_enabled()
         self.fast = self.fast or self.takes_fast_path(module, args)
         before = list(self._stack)
         self._stack.append(name)

@@ -15,12 +15,14 @@ from torch.nn.parameter import Parameter
 __all__ = [
     "DIVISIONS",
     "EXPONENTIALS",
+    "MULTIPLICATIONS",
     "PRODUCTS",
     "SOFTMAXES",
     "Origin",
     "Provenance",
     "Softmax",
     "tensors",
+    "version",
 ]
 
 PRODUCTS = {
@@ -44,9 +46,10 @@ _INSERTS = {torch.cat, torch.concat, torch.Tensor.index_copy_, torch.Tensor.copy
 _INSERTS |= {torch.Tensor.index_copy, torch.Tensor.__setitem__, torch.Tensor.scatter_}
 _FORGET = {torch.nn.functional.embedding, torch.argmax, torch.Tensor.argmax}
 _DROPOUTS = {F.dropout, F.dropout1d, F.alpha_dropout, torch.dropout}
+MULTIPLICATIONS = {torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.multiply}
+MULTIPLICATIONS |= {torch.Tensor.__mul__, torch.Tensor.__rmul__}
 _FACTORS = {
-    **dict.fromkeys((torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.mul_), True),
-    **dict.fromkeys((torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__imul__), True),
+    **dict.fromkeys(MULTIPLICATIONS | {torch.Tensor.mul_, torch.Tensor.__imul__}, True),
     **dict.fromkeys((torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.div_), False),
     **dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__itruediv__), False),
 }
@@ -54,6 +57,24 @@ _PROJECTIONS = {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_nor
 _SWAPS = {torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute}
 _SWAPS |= {*(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")), torch.Tensor.swapaxes}
 _SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten}
+# What gives the same numbers, in another order, shape or dtype.
+_MOVES = _SWAPS | _SHAPES | {torch.flatten, torch.squeeze, torch.unsqueeze, torch.clone}
+_MOVES |= {torch.movedim, torch.swapaxes, torch.swapdims, torch.narrow, torch.select, torch.detach}
+_MOVES |= {torch.split, torch.chunk, torch.unbind, torch.Tensor.__getitem__}
+_MOVES |= {
+    getattr(torch.Tensor, name)
+    for name in (
+        "to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone",
+        "detach", "cpu", "cuda", "expand", "expand_as", "squeeze", "unsqueeze", "unflatten",
+        "view_as", "reshape_as", "movedim", "swapdims", "narrow", "select", "split", "chunk",
+        "unbind", "requires_grad_",
+    )
+}  # fmt: skip
+
+
+def version(tensor: Tensor) -> int | None:
+    """Give how often a tensor was written to, where that is counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False)
@@ -68,6 +89,18 @@ class Softmax:
     module: str
     scale: float
     used: bool = False  # whether its weights were multiplied by a value
+    written: bool = False  # whether scores or weights were written to after the softmax
+    versions: tuple[int | None, int | None] = (None, None)  # of scores and weights, as made
+    divided: bool = False  # whether it is an exponential that was divided by something
+    elsewhere: str = ""  # how the weights meet a value in a product that is no call
+
+    def __post_init__(self) -> None:
+        self.ndim = self.scores.ndim
+
+    @property
+    def edited(self) -> bool:
+        """Whether scores and weights may no longer be those of the softmax."""
+        return self.written or self.versions != (version(self.scores), version(self.weights))
 
 
 @dataclass(frozen=True)
@@ -82,6 +115,7 @@ class Origin:
     dropped: bool = False  # whether dropout acted on it
     scale: float = 1.0  # the factor that multiplied it since its projection
     exp: Tensor | None = None  # the scores whose exponential it is
+    edited: bool = False  # whether weights are more than moved: multiplied, clipped, ...
 
 
 class Provenance:
@@ -127,6 +161,8 @@ class Provenance:
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Let the result of a call inherit the origin of its (first) known argument."""
         if not isinstance(out, (Tensor, tuple, list)):
+            if func is torch.Tensor.__setitem__:
+                self._written(args[0])
             return
         known, learned = self._argument(func, args, kwargs)
         if known is None:
@@ -139,10 +175,19 @@ class Provenance:
             known = replace(known, dropped=True)
         elif func in _FACTORS and len(args) == 2:
             known = _scaled(known, func, args)
+        if known.softmax is not None and func not in _MOVES and func not in _DROPOUTS:
+            self._written(out)
+            known = replace(known, edited=True)
         source = args[0] if args and isinstance(args[0], Tensor) else None
         for tensor in tensors(out):
             if tensor.is_floating_point():
                 self.mark(tensor, _inherit(known, func, source, tensor))
+
+    def _written(self, tensor: Any) -> None:
+        """Note that weights, or a view of them, were written to."""
+        origin = self.origin(tensor)
+        if origin is not None and origin.softmax is not None:
+            origin.softmax.written = True
 
     def _argument(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

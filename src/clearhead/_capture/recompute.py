@@ -23,12 +23,17 @@ __all__ = [
     "read_call",
     "rounding_bound",
     "shared_mask",
+    "softmax_difference",
 ]
 
 # Numbers in one strip of scores: 4 MiB of float32.
 _STRIP = 1 << 20
 # A matrix of so many numbers is large.
 _LARGE = 1 << 17
+# So many rows are few.
+_FEW = 4
+# How far weights may be from a softmax, in any dtype, before an epsilon or a factor explains it.
+_WEIGHT_ROUNDING = 1e-6
 
 
 def read_call(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
@@ -119,14 +124,41 @@ def context_difference(call: Call, context: Tensor, rows: Sequence[int]) -> floa
     """
     if call.dropout or not rows or not context.numel():
         return None
-    strip = call_strip(call, rows, few_rows)
+    product = few_rows if len(rows) <= _FEW else torch.matmul
+    strip = call_strip(call, rows, product)
     batch, heads, _, source = strip.weights.shape
     value = call.value.to(strip.weights.dtype)
     shared = value.shape[1]
     weights = strip.weights.reshape(batch, shared, -1, source)
-    again = few_rows(weights, value).reshape(batch, heads, len(rows), -1)
+    again = product(weights, value).reshape(batch, heads, len(rows), -1)
     own = context[:, :, list(rows)].to(again.dtype)
     return float((again - own).abs().max())
+
+
+def softmax_difference(call: EagerCall, rows: Sequence[int]) -> float | None:
+    """Give how far weights of some rows are from the softmax of the scores seen.
+
+    None where rounding explains it. A row without any source has no weights to compare.
+    """
+    batch, heads, _, source = call.sizes
+    step = max(1, _STRIP // max(1, batch * heads * source))
+    pieces = (_softmax_error(call, rows[at : at + step]) for at in range(0, len(rows), step))
+    return max((size for size in pieces if size), default=None)
+
+
+def _softmax_error(call: EagerCall, rows: Sequence[int]) -> float:
+    every = len(rows) == call.sizes.query
+    at = slice(None) if every else torch.tensor(list(rows), device=call.device)
+    scores, weights, lse = call.scores[:, :, at], call.weights[:, :, at], call.lse[:, :, at, None]
+    if call.sink_scores is not None:
+        scores = torch.cat([scores, call.sink_scores[:, :, at]], -1)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    soft = scores.softmax(-1)[..., : weights.shape[-1]]
+    eps = max(torch.finfo(x.dtype).eps for x in (call.scores, call.weights))
+    bound = _WEIGHT_ROUNDING + eps * (0.5 + (4 + lse.abs()) * soft)
+    off = (soft - weights).abs()
+    # A row without sources is NaN in a softmax, whatever a model makes of it.
+    return float(torch.where(off > bound, off, 0.0).nan_to_num(0.0).max()) if off.numel() else 0.0
 
 
 def few_rows(left: Tensor, right: Tensor) -> Tensor:

@@ -13,25 +13,21 @@ from torch import Tensor
 from clearhead import masks
 from clearhead._capture import (
     Call,
+    EagerCall,
     Handler,
     Loop,
     Modules,
     active_handlers,
     attached,
-    context_difference,
     dense_edges,
     nothing_seen,
     watchable,
 )
-from clearhead.intervention import edits
+from clearhead.intervention import edits, proof
 from clearhead.intervention.cuts import Cut, EdgeCut, Offsets
 from clearhead.masks import Mask
 
 __all__ = ["Cutter", "OtherBatch", "cutting"]
-
-# Rows of the first call of a layer that are recomputed, and a factor on their tolerance.
-_SAMPLED = 4
-_SLACK = 4.0
 
 
 class OtherBatch(Exception):
@@ -53,7 +49,8 @@ class Cutter(Handler):
         self.slices = [slice(None)]
         self.batch: int | None = None
         self.on_call: Callable[[Call, Offsets], None] | None = None
-        self._checked: set[int] = set()
+        self._proven: set[int] = set()
+        self._acted: set[str] = set()
         self._generating = False
         self._loop: Loop | None = None
         self._start: int | None = None
@@ -77,12 +74,24 @@ class Cutter(Handler):
             for samples in self.slices:
                 for cuts, heads in self._groups(call, samples):
                     part, own = edits.narrowed(call, samples, heads), context[samples][:, heads]
-                    self._check(cuts, part, own)
-                    new = _after_cuts(cuts, part, own, heads, offsets)
+                    new = _after_cuts(cuts, part, own, heads, offsets, self._prove)
                     changed = context.clone() if changed is context else changed
                     rows = range(*samples.indices(len(context)))
                     changed[rows.start : rows.stop, heads] = new
-        return None if changed is context else changed
+        if changed is context:
+            return None
+        self._acted.add(call.module)
+        self._refuse_recomputed(call)
+        return changed
+
+    def _refuse_recomputed(self, call: Call) -> None:
+        """Refuse a call that backward makes again: it would then be one without cuts."""
+        if self.modules.recomputed:
+            raise RuntimeError(
+                f"{proof.named(call)}: a model under activation checkpointing cannot be cut: "
+                "backward makes its calls again, without the cut; turn checkpointing off, "
+                "or run the model under torch.no_grad()"
+            )
 
     def _groups(self, call: Call, samples: slice) -> list[tuple[list[Cut], list[int]]]:
         """Group the heads of a call by the cuts that act on them."""
@@ -121,20 +130,14 @@ class Cutter(Handler):
             return call
         return edits.without(call, masks.dense(blocked.to(call.device)))
 
-    def _check(self, cuts: list[Cut], call: Call, own: Tensor) -> None:
-        """Check, once for each layer, that recomputing the call gives the model's context."""
-        if call.layer in self._checked or not any(isinstance(cut, EdgeCut) for cut in cuts):
+    def _prove(self, cuts: list[EdgeCut], call: Call, own: Tensor, rows: Tensor) -> None:
+        """Prove that a call is what its cuts assume; of a kernel, once for each layer."""
+        if call.layer in self._proven:
             return
-        self._checked.add(call.layer)
-        with torch.no_grad():
-            off = context_difference(call, own, range(min(own.shape[2], _SAMPLED)))
-            size = own.abs().nan_to_num(0.0).amax().item() if own.numel() else 0.0
-        if off is not None and off > _SLACK * torch.finfo(own.dtype).eps ** 0.5 * (1 + size):
-            where = f"layer {call.layer} ({call.module or 'the model'})"
-            raise RuntimeError(
-                f"{where}: its edges cannot be cut: its context is not weights times values; "
-                f"recomputed, it differs by {off:.2g}"
-            )
+        touched = rows.any(0).any(0).flatten().expand(own.shape[2]).nonzero().flatten().tolist()
+        proof.prove(call, own, touched, softmax=any(cut.before_softmax for cut in cuts))
+        if touched and not isinstance(call, EagerCall):
+            self._proven.add(call.layer)
 
     def _locate(self, call: Call) -> Offsets:
         _, _, query, source = call.sizes
@@ -192,6 +195,13 @@ class Cutter(Handler):
         """Note an attention that cannot be cut."""
         self.notes.append(f"{module or 'the model'}: not seen, {reason}")
 
+    def elsewhere(self, module: str, reason: str) -> None:
+        """Refuse a cut of weights that also act where they are not cut."""
+        if module in self._acted:
+            where = module or "the model"
+            raise RuntimeError(f"{where}: cannot be cut: {reason}, and one product alone is seen")
+        self.unseen(module, reason)
+
 
 def _module_of(call: Call) -> tuple[str, str]:
     """Name the attention that a call belongs to."""
@@ -199,12 +209,19 @@ def _module_of(call: Call) -> tuple[str, str]:
 
 
 def _after_cuts(
-    cuts: list[Cut], call: Call, own: Tensor, heads: list[int], offsets: Offsets
+    cuts: list[Cut],
+    call: Call,
+    own: Tensor,
+    heads: list[int],
+    offsets: Offsets,
+    prove: Callable[[list[EdgeCut], Call, Tensor, Tensor], None],
 ) -> Tensor:
     """Give the context after all cuts, and record in each cut how far it moved the context."""
     context = own
     for number, cut in enumerate(cuts):
-        before, context = context, _cut(cuts[: number + 1], call, own, heads, offsets)
+        every = number + 1 == len(cuts)
+        made = _cut(cuts[: number + 1], call, own, heads, offsets, prove if every else None)
+        before, context = context, made
         with torch.no_grad():
             moved = (context - before).abs().nan_to_num(0.0).amax((0, 2, 3)).float()
             size = own.abs().nan_to_num(0.0).amax()
@@ -218,7 +235,14 @@ def _after_cuts(
     return context
 
 
-def _cut(cuts: list[Cut], call: Call, own: Tensor, heads: list[int], offsets: Offsets) -> Tensor:
+def _cut(
+    cuts: list[Cut],
+    call: Call,
+    own: Tensor,
+    heads: list[int],
+    offsets: Offsets,
+    prove: Callable[[list[EdgeCut], Call, Tensor, Tensor], None] | None,
+) -> Tensor:
     """Recompute the context of some heads: without edges, without weights, then replaced."""
     pairs = [(x, x.edges(call, heads, offsets)) for x in cuts if isinstance(x, EdgeCut)]
     removed = [edges for cut, edges in pairs if cut.before_softmax]
@@ -226,6 +250,8 @@ def _cut(cuts: list[Cut], call: Call, own: Tensor, heads: list[int], offsets: Of
     context = own
     if removed or zeroed:
         rows = edits.rows_with(call, _union(removed + zeroed))
+        if prove is not None:
+            prove([cut for cut, _ in pairs], call, own, rows)
         part = edits.without(call, _union(removed)) if removed else call
         new = edits.context_of(part, _union(zeroed) if zeroed else None)
         context = torch.where(rows, new.to(own.dtype), own)

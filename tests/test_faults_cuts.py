@@ -1,0 +1,301 @@
+"""Cuts and readings of models that are not what a cut assumes: right, refused or noted."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import clearhead as ch
+from clearhead import masks, readings
+
+NO_SOFTMAX = r"no softmax of its\s+scores"
+Map = Callable[[Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """One head whose weights are `f(scores)`; `cut` blocks edges in the scores."""
+
+    def __init__(self, f: Map) -> None:
+        super().__init__()
+        self.qkv, self.f = nn.Linear(8, 24), f
+        self.cut: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT / 8**0.5
+        if self.cut is not None:
+            scores = scores.masked_fill(self.cut, -math.inf)
+        return self.f(scores) @ v
+
+
+def off(f: Map, edge: tuple[int, int], size: int, batch: int = 2, dtype: Any = None) -> float:
+    """How far a knockout is from the model with that edge blocked in its scores."""
+    torch.manual_seed(1)
+    model = Attention(f).eval().to(dtype)
+    x = 1.5 * torch.randn(batch, size, 8, dtype=dtype)
+    model.cut = torch.zeros(size, size, dtype=torch.bool)
+    model.cut[edge] = True
+    with torch.no_grad():
+        want, model.cut = model(x), None
+        with ch.knockout(model, [edge]):
+            return (model(x) - want).abs().max().item()
+
+
+def above_zero(s: Tensor) -> Tensor:
+    top = s.amax(-1, keepdim=True).clamp(min=0)
+    e = (s - top).exp()
+    return e / ((-top).exp() + e.sum(-1, keepdim=True))
+
+
+def epsilon(s: Tensor, size: float = 0.1) -> Tensor:
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return e / (e.sum(-1, keepdim=True) + size)
+
+
+def renormalised(s: Tensor) -> Tensor:
+    w = s.softmax(-1)
+    w *= torch.ones_like(w[0]).tril()
+    w /= w.sum(-1, keepdim=True)
+    return w
+
+
+def with_factor(s: Tensor) -> Tensor:
+    e = s.exp() * torch.linspace(0.5, 2, s.shape[-1])
+    return e / e.sum(-1, keepdim=True)
+
+
+def one_row_set(s: Tensor) -> Tensor:
+    w = s.softmax(-1)
+    w[:, -2, 1] = 0.3
+    return w
+
+
+def scores_reused(s: Tensor) -> Tensor:
+    w = s.softmax(-1)
+    s.zero_()
+    return w
+
+
+def half_of_one_row(s: Tensor) -> Tensor:
+    factor = torch.ones_like(s[0])
+    factor[-2] = 0.5
+    return s.softmax(-1) * factor
+
+
+NO_PLAIN_SOFTMAX = [
+    lambda s: s.exp() / (1 + s.exp().sum(-1, keepdim=True)),
+    above_zero,
+    epsilon,
+    lambda s: epsilon(s, 1e-3),
+    renormalised,
+    with_factor,
+    one_row_set,
+    scores_reused,
+    lambda s: s.softmax(-1).clamp_(max=0.1),
+    lambda s: F.softmax(s, dim=-1).mul_(0.9),
+]
+# What a model does to weights in a new tensor: then they are not those that meet the values.
+EDITED = [
+    half_of_one_row,
+    lambda s: s.softmax(-1).clamp(max=0.1),
+    lambda s: s.softmax(-1) * torch.ones_like(s[0]).triu(-3),
+    lambda s: s.softmax(-1).flip(-2),
+]
+PLAIN = [
+    lambda s: s.softmax(-1),
+    lambda s: torch.softmax(s, -1, out=s),
+    lambda s: s.exp() / s.exp().sum(-1, keepdim=True),
+    lambda s: s.softmax(-1).clamp(min=0),
+    lambda s: s.softmax(-1).nan_to_num_(0.0),
+    lambda s: epsilon(s, 1e-9),
+    lambda s: F.softmax(s, -1, dtype=torch.float64).type_as(s),
+]
+
+
+class TestNormalisation:
+    @pytest.mark.parametrize("f", NO_PLAIN_SOFTMAX)
+    def test_other_normalisations_are_refused(self, f):
+        with pytest.raises(RuntimeError, match=NO_SOFTMAX):
+            off(f, (10, 4), 12)
+
+    @pytest.mark.parametrize("f", EDITED)
+    def test_edited_weights_are_refused(self, f):
+        with pytest.raises(RuntimeError, match=NO_SOFTMAX):
+            off(f, (10, 4), 12)
+
+    @pytest.mark.parametrize("f", PLAIN)
+    @pytest.mark.parametrize("edge", [(9, 4), (0, 2)])
+    def test_plain_ones_are_cut(self, f, edge):
+        assert off(f, edge, 12) < 2e-6
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize("f", PLAIN[2:5])
+    def test_in_other_dtypes(self, f, dtype):
+        assert off(f, (9, 4), 12, dtype=dtype) < 8 * torch.finfo(dtype).eps
+
+    def test_rows_that_a_cut_does_not_touch_may_be_edited(self):
+        assert off(half_of_one_row, (4, 2), 12) < 2e-6
+
+    def test_effects_refuse_too(self):
+        torch.manual_seed(0)
+        with pytest.raises(RuntimeError, match=NO_SOFTMAX):
+            ch.effects(Attention(epsilon), torch.randn(1, 6, 8), edges=[(3, 1)], metric=Tensor.sum)
+
+    def test_zeroing_needs_no_softmax(self):
+        torch.manual_seed(0)
+        model, x = Attention(epsilon).eval(), torch.randn(2, 6, 8)
+        q, k, v = model.qkv(x).chunk(3, -1)
+        weights = epsilon(q @ k.mT / 8**0.5)
+        weights[:, 3, 1] = 0
+        with torch.no_grad(), ch.zero_weights(model, [(3, 1)]):
+            torch.testing.assert_close(model(x), weights @ v)
+
+
+def watched(f: Map, size: int = 12) -> tuple[float, list[str]]:
+    """How far exp(scores - lse) is from the weights, and the notes."""
+    torch.manual_seed(1)
+    model, x = Attention(f).eval(), torch.randn(2, size, 8)
+    read = readings.Weights(), readings.Scores(), readings.LogSumExp()
+    with torch.no_grad(), ch.watch(model, read=read) as seen:
+        model(x)
+    w, s, lse = seen[0].value
+    return (w - (s - lse[..., None]).exp()).abs().max().item(), seen.notes
+
+
+class TestReadings:
+    @pytest.mark.parametrize("f", NO_PLAIN_SOFTMAX)
+    def test_those_that_contradict_each_other_are_noted(self, f):
+        error, notes = watched(f)
+        assert error > 1e-5
+        assert any("softmax of its scores" in note for note in notes)
+
+    @pytest.mark.parametrize("f", EDITED)
+    def test_weights_that_meet_no_value_are_noted(self, f):
+        assert "differs by" in watched(f)[1][0]
+
+    @pytest.mark.parametrize("f", PLAIN)
+    def test_plain_ones_have_no_note(self, f):
+        error, notes = watched(f)
+        assert error < 1e-6
+        assert not notes
+
+
+def shaw(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
+    w = (q @ k.mT).softmax(-1)
+    return w @ v + torch.einsum("bij,ijd->bid", w, r)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
+    w = (q @ k.mT).softmax(-1)
+    return w @ v + (w.unsqueeze(-1) * r).sum(-2)
+
+
+def two_values(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
+    w = (q @ k.mT).softmax(-1)
+    return torch.cat([w @ v, w @ v.sin()], -1)
+
+
+class TestWeightsThatAreUsedTwice:
+    @pytest.mark.parametrize("f", [shaw, one_by_one, two_values])
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            lambda f: ch.knockout(f, ~torch.eye(5, dtype=torch.bool)),
+            lambda f: ch.zero_weights(f, [(3, 1)]),
+            lambda f: ch.ablate(f, how="mean"),
+        ],
+    )
+    def test_they_are_not_cut_in_one_product_alone(self, f, cut):
+        torch.manual_seed(0)
+        q, k, v, r = *torch.randn(3, 2, 5, 8), torch.randn(5, 5, 8)
+        match = "cannot be cut: its weights are multiplied by"
+        with pytest.raises(RuntimeError, match=match), cut(f):
+            f(q, k, v, r)
+
+    def test_another_layer_can_be_cut(self):
+        torch.manual_seed(0)
+        plain, twice = Attention(lambda s: s.softmax(-1)), Attention(lambda s: s.softmax(-1))
+        twice.forward = lambda x: two_values(x, x, x, x)
+        model, x = nn.Sequential(plain, twice), torch.randn(1, 5, 8)
+        with torch.no_grad(), ch.knockout(model, [(3, 1)], layers=0) as cut:
+            model(x)
+        assert cut.moved[0, 0] > 0
+
+
+class Net(nn.Module):
+    """An attention layer inside of a checkpoint, or of none."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(layers)
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        return checkpoint(self.body, x, **how) if how else self.body(x)
+
+
+def selective() -> dict[str, Any]:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts
+
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    return {"use_reentrant": False, "context_fn": lambda: contexts(saved)}
+
+
+WAYS = [lambda: {"use_reentrant": True}, lambda: {"use_reentrant": False}, selective]
+CUTS = [
+    lambda model: ch.knockout(model, masks.diagonal(0), layers=1),
+    lambda model: ch.zero_weights(model, masks.diagonal(1)),
+    lambda model: ch.ablate(model, [(0, 1)], how="mean"),
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
+class TestCheckpointing:
+    @pytest.mark.parametrize("cut", CUTS)
+    def test_a_cut_model_is_refused(self, cut, how):
+        model, x = Net(2), torch.randn(2, 7, 16, requires_grad=True)
+        match = "under activation checkpointing cannot be cut"
+        with pytest.raises(RuntimeError, match=match), cut(model):
+            model(x, **how()).sum().backward()
+
+    @pytest.mark.parametrize("cut", CUTS)
+    def test_without_a_gradient_it_is_cut(self, cut, how):
+        torch.manual_seed(0)
+        model, x = Net(2), torch.randn(2, 7, 16, requires_grad=True)
+        with torch.no_grad(), cut(model):
+            assert torch.equal(model(x, **how()), model(x))
+
+    def test_head_importance(self, how):
+        model, x = Net(2), torch.randn(2, 7, 16, requires_grad=True)
+        with pytest.raises(RuntimeError, match="under activation checkpointing cannot be cut"):
+            ch.head_importance(lambda y: model(y, **how()), x, Tensor.sum)
+
+    @pytest.mark.parametrize("through", [False, True])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_watching_changes_nothing_and_records_once(self, how, inside, through):
+        torch.manual_seed(0)
+        model, x = Net(2), torch.randn(2, 7, 16, requires_grad=True)
+        model(x).square().sum().backward()
+        want, x.grad = x.grad, None
+        with contextlib.ExitStack() as stack:
+            seen = stack.enter_context(ch.watch(model, through=through))
+            loss = model(x, **how()).square().sum()
+            if not inside:
+                stack.close()
+            loss.backward()
+        assert [(record.layer, record.call) for record in seen] == [(0, 0), (1, 0)]
+        torch.testing.assert_close(x.grad, want)
