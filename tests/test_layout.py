@@ -17,7 +17,7 @@ SOURCE = Path(clearhead.__file__).parent
 # The floors, lowest first: a package imports from lower floors alone.
 FLOORS = [
     {"_core"},
-    {"masks"},
+    {"masks", "biases"},
     {"readings"},
     {"attention"},
     {"layers"},

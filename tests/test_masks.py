@@ -632,7 +632,7 @@ def test_sizes_that_disagree_raise_with_both() -> None:
         (lambda: masks.lengths([1.5]), TypeError, "as integers"),
         (lambda: masks.lengths([True]), TypeError, "keep"),
         (lambda: masks.keep([1, 0]), TypeError, "from_huggingface"),
-        (lambda: masks.keep([[[True]]]), ValueError, "batch, position"),
+        (lambda: masks.keep(True), ValueError, "batch, position"),
         (lambda: masks.document([[0, 1], [0]]), ValueError, "equal lengths"),
         (lambda: masks.document([0.5]), TypeError, "takes integers"),
         (lambda: masks.document(torch.tensor(3)), ValueError, "position"),

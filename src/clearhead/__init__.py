@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clearhead import heads, masks, models, readings
+    from clearhead import biases, heads, masks, models, readings
     from clearhead.attention import attend
     from clearhead.dependence import assert_causal, audit, influence
     from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 # In the order of the flow: block, weigh, layers, look into a model, cut, prove.
 __all__ = [  # noqa: RUF022
     "masks",
+    "biases",
     "readings",
     "attend",
     "MultiheadAttention",
@@ -46,6 +47,7 @@ __all__ = [  # noqa: RUF022
 
 _HOMES = {
     "masks": "masks",
+    "biases": "biases",
     "readings": "readings",
     "attend": "attention",
     "MultiheadAttention": "layers",

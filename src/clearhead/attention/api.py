@@ -161,9 +161,7 @@ def make_problem(
 def _scale(given: float | None, head_dim: int) -> float:
     if given is None:
         return default_scale(head_dim)
-    checks.number("scale", given, "multiply query by a tensor before the call")
-    # torch multiplies by Python integers of at most 64 bits.
-    return float(given) if type(given) is int else given
+    return checks.number("scale", given, "multiply query by a tensor before the call")
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -161,17 +162,19 @@ def wanted(read: Reading | Sequence[Reading] | None) -> tuple[Reading, ...]:
     raise type_error("read", rule, got=shown, hint=hint)
 
 
-def number(name: str, given: Any, hint: str) -> None:
-    """Check that the argument is a plain number."""
-    if not isinstance(given, (int, float, torch.SymInt, torch.SymFloat)):
+def number(name: str, given: Any, hint: str) -> Any:
+    """Return the argument as a Python or symbolic number; numpy's scalars are numbers too."""
+    if not isinstance(given, (Real, torch.SymInt, torch.SymFloat)):
         raise type_error(name, "is a number", got=type(given).__name__, hint=hint)
-    if isinstance(given, int) and abs(given) > sys.float_info.max:
+    if type(given) is int and abs(given) > sys.float_info.max:
         raise value_error(name, "is a number that a float can hold", hint=hint)
+    # torch multiplies by Python integers of at most 64 bits.
+    return float(given) if isinstance(given, Real) else given
 
 
 def softcap(given: Any) -> float:
     """Check that the bound of the scores is positive and finite."""
-    number("softcap", given, "pass a float, or None for no cap")
+    given = number("softcap", given, "pass a float, or None for no cap")
     if not 0 < given < math.inf:
         raise value_error("softcap", "is positive and finite", got=given, hint="None means no cap")
     return given
@@ -179,7 +182,7 @@ def softcap(given: Any) -> float:
 
 def dropout(given: Any) -> float:
     """Check that the argument is a probability."""
-    number("dropout", given, "pass a probability; 0.0 drops nothing")
+    given = number("dropout", given, "pass a probability; 0.0 drops nothing")
     if not 0 <= given <= 1:
         raise value_error(
             "dropout", "is a probability, 0 to 1", got=given, hint="0.0 drops nothing"

@@ -19,7 +19,14 @@ from __future__ import annotations
 from typing import Any
 
 from clearhead._core import did_you_mean
-from clearhead.masks.convert import from_additive, from_huggingface, from_multihead, from_sdpa
+from clearhead.masks.convert import (
+    from_additive,
+    from_cu_seqlens,
+    from_flex,
+    from_huggingface,
+    from_multihead,
+    from_sdpa,
+)
 from clearhead.masks.data import dense, keep, lengths
 from clearhead.masks.data import only_ones_and_zeros as only_ones_and_zeros
 from clearhead.masks.edgewise import edges, where
@@ -33,6 +40,7 @@ from clearhead.masks.mask import Mask
 from clearhead.masks.positional import (
     band,
     causal,
+    chunk,
     diagonal,
     everything,
     first,
@@ -55,6 +63,7 @@ __all__ = [
     "Mask",
     "band",
     "causal",
+    "chunk",
     "default_sizes",
     "dense",
     "diagonal",
@@ -64,6 +73,8 @@ __all__ = [
     "everything",
     "first",
     "from_additive",
+    "from_cu_seqlens",
+    "from_flex",
     "from_huggingface",
     "from_multihead",
     "from_sdpa",

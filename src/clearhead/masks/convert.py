@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from clearhead._core import readable, type_error, value_error
-from clearhead.masks.data import Dense, dense, keep, only_ones_and_zeros, require_bool
+from clearhead.masks import positional
+from clearhead.masks.data import (
+    Dense,
+    as_tensor,
+    dense,
+    keep,
+    only_ones_and_zeros,
+    require_bool,
+    show,
+)
+from clearhead.masks.edgewise import Packed, Tiles, where
 from clearhead.masks.mask import Mask
-from clearhead.masks.positional import causal, everything
+from clearhead.masks.positional import everything
+from clearhead.masks.protocol import Own
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,7 +42,8 @@ def from_sdpa(attn_mask: Tensor | None, *, is_causal: bool = False) -> Mask:
     mask = everything() if attn_mask is None else _either("attn_mask", attn_mask)
     if not is_causal:
         return mask
-    return causal(align="start") if attn_mask is None else mask & causal(align="start")
+    causal = positional.causal(align="start")
+    return causal if attn_mask is None else mask & causal
 
 
 def from_additive(mask: Tensor) -> Mask:
@@ -101,6 +116,102 @@ def from_huggingface(attention_mask: Tensor, *, batch: int | None = None) -> Mas
     if attention_mask.dtype != torch.bool and readable(attention_mask):
         _check_ones_and_zeros(attention_mask)
     return keep(attention_mask != 0)
+
+
+def from_cu_seqlens(
+    query: Tensor | Sequence[int], source: Tensor | Sequence[int] | None = None, *,
+    causal: bool = False,
+) -> Mask:  # fmt: skip
+    """Take the cumulative lengths of packed sequences (`cu_seqlens` of FlashAttention's varlen).
+
+    >>> print(from_cu_seqlens([0, 2, 3], [0, 3, 5], causal=True).picture(3, 5))
+      0 1 2 3 4
+    0 ■ ■ · · ·
+    1 ■ ■ ■ · ·
+    2 · · · ■ ■
+
+    Each is (sequences + 1,), from 0 to the number of packed positions; without `source` that of
+    the queries. A query may read the sources of its own sequence, with `causal` those up to its
+    own position, where the last query of each sequence stands at its last source, also where the
+    lengths differ. (`& masks.causal()` would align the last query of the whole pack instead.)
+    """
+    queries = _cumulative("query", query)
+    sources = queries if source is None else _cumulative("source", source)
+    if len(queries) != len(sources):
+        raise value_error(
+            "source",
+            "counts as many sequences as query",
+            shapes={"query (sequences + 1,)": queries, "source (sequences + 1,)": sources},
+        )
+    lengths = queries.diff()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    start, stop = sources[sequence], sources[sequence + 1]
+    if causal:
+        left = queries[sequence + 1] - torch.arange(len(sequence))  # queries up to the last one
+        stop = torch.maximum(start, stop - left + 1)
+    given = "" if source is None else f", {show(sources)}"
+    given += ", causal=True" if causal else ""
+    text = f"from_cu_seqlens({show(queries)}{given})"
+    return Packed(text, start, stop, int(sources[-1]))
+
+
+def _cumulative(name: str, values: Tensor | Sequence[int]) -> Tensor:
+    """Return cumulative lengths as int64 on the CPU; refuse what does not count up from 0."""
+    tensor = as_tensor(name, values).cpu()
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if tensor.dim() != 1 or not len(tensor) or not whole:
+        raise value_error(
+            name,
+            "is (sequences + 1,) cumulative lengths, as integers",
+            shapes={name: tensor},
+            hint="lengths of padded samples go through masks.lengths",
+        )
+    tensor = tensor.long()
+    if tensor[0] != 0 or (tensor.diff() < 0).any():
+        hint = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes it of lengths"
+        raise value_error(name, "starts at 0 and never falls", got=tensor.tolist(), hint=hint)
+    return tensor
+
+
+def from_flex(block_mask: Any) -> Mask:
+    """Take a `BlockMask` of FlexAttention: its tiles, and its `mask_mod` inside of partial tiles.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> block_mask = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 4, 4, device="cpu")
+    >>> print(from_flex(block_mask).picture(4))
+      0 1 2 3
+    0 ■ · · ·
+    1 ■ ■ · ·
+    2 ■ ■ ■ ·
+    3 ■ ■ ■ ■
+
+    The edges are those that `flex_attention` computes, also where the tiles were listed by hand.
+    """
+    names = ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE", "seq_lengths")
+    if not all(hasattr(block_mask, name) for name in names):
+        hint = "masks.where(function) takes a mask_mod, masks.dense(tensor) a bool tensor"
+        raise type_error("block_mask", "is a BlockMask", got=type(block_mask).__name__, hint=hint)
+    partial = _tiles(block_mask, block_mask.kv_num_blocks, block_mask.kv_indices)
+    mask: Mask = partial & where(block_mask.mask_mod)
+    if block_mask.full_kv_num_blocks is not None:
+        full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        mask = _tiles(block_mask, *full) | mask
+    return mask
+
+
+def _tiles(block_mask: Any, counts: Tensor, indices: Tensor) -> Tiles:
+    """The tiles that a BlockMask lists: the first `counts` of the indices of each row."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    query, source = block_mask.seq_lengths
+    height, width = block_mask.BLOCK_SIZE
+    columns = -(-source // width)
+    tiles = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    # What is not listed goes to a column of its own, which is cut off.
+    tiles.scatter_(-1, torch.where(listed, indices, columns).long(), True)
+    tiles = tiles[..., :columns]
+    if tiles.shape[:2] == (1, 1):
+        return Tiles(tiles[0, 0], (height, width), Own(None, None, query, source))
+    return Tiles(tiles, (height, width), Own(tiles.shape[0], tiles.shape[1], query, source))
 
 
 def _check_rows(attention_mask: Tensor, batch: int | None) -> None:

@@ -195,7 +195,7 @@ def keep(real: Tensor | Sequence[bool] | Sequence[Sequence[bool]]) -> Mask:
     1 · ■ ■
     2 · ■ ■
 
-    (source,) for all samples, or (batch, source). Padded queries still read the real sources;
+    (source,) for all samples, or (*batch, source). Padded queries still read the real sources;
     `keep(real) & same(real, real)` empties their rows too.
     """
     tensor = as_tensor("real", real)
@@ -204,7 +204,8 @@ def keep(real: Tensor | Sequence[bool] | Sequence[Sequence[bool]]) -> Mask:
             "tokens != pad_id makes it; masks.from_huggingface(mask) takes a mask of ones and zeros"
         )
         raise type_error("real", "takes bools, True = real", got=str(tensor.dtype), hint=hint)
-    return Keep(ranked("real", tensor))
+    # Several batch axes count as their product, as in `attend`.
+    return Keep(ranked("real", tensor.flatten(0, -2) if tensor.dim() > 2 else tensor))
 
 
 class Dense(Mask):

@@ -176,17 +176,82 @@ def from_ranges(ranges: Ranges) -> Mask:
     return Intervals(ranges)
 
 
+class Packed(Mask):
+    """One interval of sources for each query of packed sequences, whose sizes are fixed."""
+
+    _made_of = ("text", "start", "stop")
+
+    def __init__(self, text: str, start: Tensor, stop: Tensor, source: int):
+        self.text, self.start, self.stop = text, start, stop
+        self.own = Own(query=len(start), source=source)
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Packed(self.text, self.start.to(device), self.stop.to(device), self.own.source or 0)
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        start, stop = (x.to(i.device)[i] for x in (self.start, self.stop))
+        return (start <= j) & (j < stop)
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval:
+        return self.start.to(i.device)[i], self.stop.to(i.device)[i]
+
+    def _block(self, tile: Tile) -> Block:
+        rows = slice(tile.top, tile.bottom)
+        start, stop = self.start[rows], self.stop[rows]
+        if not readable(start) or start.device.type != "cpu":
+            return Block.PARTIAL
+        if not ((start < tile.right) & (stop > tile.left) & (start < stop)).any():
+            return Block.EMPTY
+        inside = (start <= tile.left) & (stop >= tile.right)
+        return Block.FULL if inside.all() else Block.PARTIAL
+
+    def _text(self, full: bool) -> str:
+        return self.text
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        start, stop = int(self.start[i]), int(self.stop[i])
+        if start >= stop:
+            return f"query {i} has no source in its sequence"
+        return f"query {i} may read sources {start} to {stop - 1}"
+
+
+class Tiles(Mask):
+    """Whole tiles of edges, as the block structure of a FlexAttention BlockMask lists them."""
+
+    _made_of = ("tiles", "size")
+
+    def __init__(self, tiles: Tensor, size: tuple[int, int], own: Own):
+        # (tile row, tile column), or (batch, head, tile row, tile column)
+        self.tiles, self.size, self.own = tiles, size, own
+
+    def to(self, device: torch.device | str) -> Mask:
+        return Tiles(self.tiles.to(device), self.size, self.own)
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        tiles, (height, width) = self.tiles.to(i.device), self.size
+        lead = (b % tiles.shape[0], h % tiles.shape[1]) if tiles.dim() == 4 else ()
+        return tiles[(*lead, i // height, j // width)]
+
+    def _text(self, full: bool) -> str:
+        return f"tiles(<{tuple(self.tiles.shape)} of {self.size}>)"
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        height, width = self.size
+        return f"query {i} and source {j} lie in tile ({i // height}, {j // width})"
+
+
 class Where(Mask):
     """The edges for which a function returns True."""
 
-    _made_of = ("function",)
+    _made_of = ("function", "align")
     _calls = True
 
-    def __init__(self, function: Callable[..., Tensor]):
+    def __init__(self, function: Callable[..., Tensor], align: Align):
         self.function = function
+        self.align: Align = align
 
     def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
-        answer = self.function(b, h, i, j)
+        answer = self.function(b, h, i + standing(self.align, sizes.query, sizes.source), j)
         if isinstance(answer, bool):
             answer = torch.full_like(i, answer, dtype=torch.bool)
         if not isinstance(answer, Tensor) or answer.dtype != torch.bool:
@@ -253,7 +318,8 @@ class Where(Mask):
         return one
 
     def _text(self, full: bool) -> str:
-        return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"
+        align = "" if self.align == "start" else named_align(self.align, True)
+        return f"where({getattr(self.function, '__name__', type(self.function).__name__)}{align})"
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         b_, h_, i_, j_ = (torch.tensor(x) for x in (b, h, i, j))
@@ -268,7 +334,9 @@ def _narrow(edges: Tensor) -> Tensor:
     return edges[0, 0] if edges.shape[:2] == (1, 1) else edges
 
 
-def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+def where(
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], align: Align = "start"
+) -> Mask:
     """The edges for which `function(batch, head, query, source)` is True: a FlexAttention mask_mod.
 
     >>> print(where(lambda b, h, q, k: (q - k) % 2 == 0).picture(3))
@@ -280,6 +348,11 @@ def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     It is called for one edge at a time (through `torch.vmap`) with 0-dimensional int64 tensors,
     and returns a bool tensor. It is never called with positions out of range, nor, in
     `other & where(function)`, with edges that `other` blocks.
+
+    `align` says from where queries are counted: "start" gives the number of the query in the call,
+    as FlexAttention does; "end" its position in a sequence whose last query stands at the last
+    source, as in `causal`, which is right while decoding with a KV cache; an integer is the
+    position of the first query.
     """
     if not callable(function):
         raise type_error(
@@ -287,7 +360,7 @@ def where(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
         )
     if not torch.compiler.is_compiling():
         _takes_four(function)
-    return Where(function)
+    return Where(function, read_align(align))
 
 
 def _takes_four(function: Callable[..., Any]) -> None:

@@ -21,6 +21,7 @@ LEAVES: dict[str, Callable[..., Mask]] = {
         positional.nothing,
         positional.causal,
         positional.window,
+        positional.chunk,
         positional.band,
         positional.diagonal,
         positional.first,

@@ -163,6 +163,40 @@ class Relative(Mask):
         return f"source {j} lies {abs(after)} {'after' if after > 0 else 'before'} {reader}"
 
 
+class Chunk(Mask):
+    """Edges inside consecutive chunks of n positions."""
+
+    _made_of = ("n", "align")
+
+    def __init__(self, n: int, align: Align):
+        self.n = n
+        self.align: Align = align
+
+    def _at(self, b: Any, h: Any, i: Any, j: Any, sizes: Sizes) -> Tensor:
+        at = i + standing(self.align, sizes.query, sizes.source)
+        return at.div(self.n, rounding_mode="floor") == j // self.n
+
+    def _text(self, full: bool) -> str:
+        return f"chunk({self.n}{named_align(self.align, full)})"
+
+    def _block(self, tile: Tile) -> Block:
+        offset = standing(self.align, tile.query, tile.source)
+        least, most = ((at + offset) // self.n for at in (tile.top, tile.bottom - 1))
+        low, high = tile.left // self.n, (tile.right - 1) // self.n
+        if high < least or most < low:
+            return Block.EMPTY
+        return Block.FULL if least == most == low == high else Block.PARTIAL
+
+    def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
+        at = i + standing(self.align, sizes.query, sizes.source)
+        start = at.div(self.n, rounding_mode="floor") * self.n
+        return start, start + self.n
+
+    def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
+        chunk = (i + standing(self.align, sizes.query, sizes.source)) // self.n
+        return f"query {i} lies in chunk {chunk} of {self.n}, source {j} in chunk {j // self.n}"
+
+
 @lru_cache(maxsize=64)
 def _ranges(
     low: int | None, high: int | None, align: Align, query: int, source: int | None
@@ -223,6 +257,22 @@ def window(n: int, align: Align = "end") -> Mask:
     hint = "nothing() allows no edge, causal() is a window without a limit"
     n = _whole("n", n, 1, "includes the position of the query, so it is at least 1", hint)
     return Relative("window", (n,), 1 - n, 0, read_align(align))
+
+
+def chunk(n: int, align: Align = "end") -> Mask:
+    """A query may read its own chunk of n positions: i // n == j // n (Llama 4, with `causal()`).
+
+    >>> print((chunk(2) & causal()).picture(4))
+      0 1 2 3
+    0 ■ · · ·
+    1 ■ ■ · ·
+    2 · · ■ ·
+    3 · · ■ ■
+
+    Chunks are counted from source 0. `align` as in `causal`.
+    """
+    n = _whole("n", n, 1, "counts the positions of a chunk, so it is at least 1")
+    return Chunk(n, read_align(align))
 
 
 def band(before: int, after: int, align: Align = "end") -> Mask:
