@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import string
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.parameter import Parameter
 from clearhead._capture.call import EagerCall
 from clearhead._capture.handler import Handler
 from clearhead._capture.modules import Sites
+from clearhead._capture.products import Axes, ValueProduct, axes_of
 from clearhead._capture.provenance import (
     DIVISIONS,
     EXPONENTIALS,
@@ -155,7 +155,7 @@ class Handwritten:
         """Report a product of weights and value to the handler, which may change the context."""
         found, out = product.softmax, product.out
         self._pending.pop(id(found), None)
-        axes = _axes(product)
+        axes = axes_of(product)
         if isinstance(axes, str):
             found.elsewhere = axes
             self._handler.unseen(found.module, axes)
@@ -207,30 +207,6 @@ HANDWRITTEN = {
 }
 
 
-@dataclass(frozen=True)
-class ValueProduct:
-    """A product of the weights of a softmax and a value."""
-
-    func: Any
-    args: tuple[Any, ...]
-    out: Tensor
-    origin: Origin  # of the weights
-    softmax: Softmax
-    weights: Tensor
-    value: Tensor
-    at: int  # which operand the weights are, 0 or 1
-    into: bool = False  # whether the result is written into a tensor of the model's
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The order of the axes of weights, values and context in one product."""
-
-    weights: tuple[int, ...]  # the permutation to (lead..., query, source)
-    context: tuple[int, ...]  # the permutation to (lead..., query, value_dim)
-    value: Tensor  # already (lead or 1..., source, value_dim)
-
-
 def _is_parameter(x: Tensor) -> bool:
     """Whether an operand is a parameter: then the product is a projection."""
     return isinstance(x, Parameter) or (isinstance(x._base, Parameter) and x.ndim <= 2)
@@ -239,7 +215,7 @@ def _is_parameter(x: Tensor) -> bool:
 def _described(product: ValueProduct, axes: Axes) -> tuple[EagerCall, tuple[int, int]]:
     """Describe the attention, and give the sizes of its batch and head axes."""
     found, weights = product.softmax, product.weights
-    folded = [x.permute(axes.weights) for x in _unfolded(found, weights)]
+    folded = [x.permute(axes.softmax) for x in _unfolded(found, weights)]
     sources, before = axes.value.shape[-2], folded[0].shape[:-2]
     heads = found.heads or (found.scores.shape[-3] if weights.ndim < found.scores.ndim else None)
     lead = _lead(before, heads, _groups(axes.value, before))
@@ -261,21 +237,6 @@ def _described(product: ValueProduct, axes: Axes) -> tuple[EagerCall, tuple[int,
         proven=not (found.edited or found.divided or product.origin.edited),
     )
     return call, lead
-
-
-def _shape_unchanged(weights: Tensor, found: Softmax, swapped: bool) -> bool:
-    """Whether weights have the shape from the softmax, except for sinks that were cut off."""
-    now, then = list(weights.shape), list(found.weights.shape)
-    if swapped:
-        now[-2:] = now[:-3:-1]
-    if len(now) != len(then) or now[found.dim] > then[found.dim]:
-        return False
-    return now[: found.dim] + now[found.dim + 1 :] == then[: found.dim] + then[found.dim + 1 :]
-
-
-def _folds(weights: Tensor, scores: Tensor) -> bool:
-    """Whether heads were folded into the batch between softmax and value."""
-    return weights.ndim == 3 and scores.ndim == 4 and weights.shape[-2] == scores.shape[-2]
 
 
 def _unfolded(found: Softmax, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,79 +264,3 @@ def _groups(value: Tensor, lead: torch.Size) -> bool:
     if len(lead) < 3 or lead[-1] == 1 or value.ndim < 3:
         return False
     return value.shape[-3] == 1 or value.stride(-3) == 0
-
-
-def _axes(product: ValueProduct) -> Axes | str:
-    """Find the axes, or the reason why the product cannot be read as attention."""
-    origin, found, weights = product.origin, product.softmax, product.weights
-    if not _folds(weights, found.scores) and not _shape_unchanged(weights, found, origin.swapped):
-        return "its weights were reshaped between softmax and value"
-    axes = _einsum_axes(product) if product.func is torch.einsum else _product_axes(product)
-    if isinstance(axes, Axes) and not _broadcasts(axes, weights):
-        return "its weights are multiplied by a value of other axes"
-    return axes
-
-
-def _broadcasts(axes: Axes, weights: Tensor) -> bool:
-    """Whether the value has the axes before (source, value_dim) that the weights have."""
-    lead = [weights.shape[axis] for axis in axes.weights[:-2]]
-    given = axes.value.shape[:-2]
-    pairs = zip(reversed(given), reversed(lead), strict=False)
-    return len(given) <= len(lead) and all(size in (1, other) for size, other in pairs)
-
-
-def _product_axes(product: ValueProduct) -> Axes | str:
-    found, weights, value = product.softmax, product.weights, product.value
-    if weights.ndim < 2 or value.ndim < 2:
-        return "its weights are multiplied by a vector"
-    if found.dim != found.scores.ndim - 1:
-        return f"its softmax runs over axis {found.dim}, which is not that of the sources"
-    same, axes = tuple(range(weights.ndim)), tuple(range(product.out.ndim))
-    if product.at == 0 and not product.origin.swapped:
-        return Axes(same, axes, value)
-    if product.at == 1 and product.origin.swapped:
-        return Axes(same, (*axes[:-2], axes[-1], axes[-2]), value.mT)
-    return "its softmax runs over another axis than the product sums"
-
-
-def _einsum_axes(product: ValueProduct) -> Axes | str:
-    equation, weights, value = product.args[0], product.weights, product.value
-    if not isinstance(equation, str) or len(list(tensors(product.args[1:]))) != 2:
-        return "its einsum does not have two operands"
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    subs = inputs.split(",")
-    ours = _spell(subs[product.at], weights.ndim)
-    theirs = _spell(subs[1 - product.at], value.ndim)
-    result = _spell(output, product.out.ndim) if arrow else ""
-    source = [x for x in ours if x in theirs and x not in result]
-    query = [x for x in ours if x in result and x not in theirs]
-    width = [x for x in theirs if x in result and x not in ours]
-    if not (len(source) == len(query) == len(width) == 1):
-        return f"its einsum {equation!r} does not sum values by weights"
-    if weights.ndim != product.softmax.scores.ndim or product.softmax.dim != ours.index(source[0]):
-        return "its softmax does not run over the axis that is summed"
-    lead = [x for x in ours if x not in (source[0], query[0])]
-    return Axes(
-        tuple(ours.index(x) for x in (*lead, query[0], source[0])),
-        tuple(result.index(x) for x in (*lead, query[0], width[0])),
-        _permuted(value, theirs, lead, (source[0], width[0])),
-    )
-
-
-def _permuted(value: Tensor, letters: str, lead: list[str], last: tuple[str, str]) -> Tensor:
-    """Permute a value to (lead or 1..., source, value_dim)."""
-    order = [x for x in (*lead, *last) if x in letters]
-    value = value.permute([letters.index(x) for x in order])
-    for axis, x in enumerate(lead):
-        if x not in letters:
-            value = value.unsqueeze(axis)
-    return value
-
-
-def _spell(subscripts: str, ndim: int) -> str:
-    """Write letters for an ellipsis, the same ones counted from the right."""
-    if "..." not in subscripts:
-        return subscripts
-    missing = ndim - len(subscripts.replace("...", ""))
-    letters = [x for x in reversed(string.ascii_letters)][:missing]
-    return subscripts.replace("...", "".join(reversed(letters)))

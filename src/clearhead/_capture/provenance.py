@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "DIVISIONS",
@@ -31,6 +32,7 @@ PRODUCTS = {
     torch.mm,
     torch.baddbmm,
     torch.einsum,
+    torch.linalg.matmul,
     torch.Tensor.matmul,
     torch.Tensor.__matmul__,
     torch.Tensor.__rmatmul__,
@@ -54,8 +56,14 @@ _FACTORS = {
     **dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__itruediv__), False),
 }
 _PROJECTIONS = {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm}
-_SWAPS = {torch.transpose, torch.Tensor.transpose, torch.permute, torch.Tensor.permute}
-_SWAPS |= {*(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")), torch.Tensor.swapaxes}
+_SWAPS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+_SWAPS |= {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in (
+        "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t",
+    )
+}  # fmt: skip
 _SHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten}
 # What gives the same numbers, in another order, shape or dtype.
 _MOVES = _SWAPS | _SHAPES | {torch.flatten, torch.squeeze, torch.unsqueeze, torch.clone}
@@ -110,7 +118,7 @@ class Origin:
     root: int
     product: tuple[int, int] | None = None  # of scores: the roots of query and key
     softmax: Softmax | None = None  # of weights
-    swapped: bool = False  # whether the last two axes are transposed
+    order: tuple[int, ...] | None = None  # of weights: which axis of the softmax each axis is
     heads: int | None = None  # the size of the head axis that was folded into the batch
     dropped: bool = False  # whether dropout acted on it
     scale: float = 1.0  # the factor that multiplied it since its projection
@@ -178,10 +186,9 @@ class Provenance:
         if known.softmax is not None and func not in _MOVES and func not in _DROPOUTS:
             self._written(out)
             known = replace(known, edited=True)
-        source = args[0] if args and isinstance(args[0], Tensor) else None
         for tensor in tensors(out):
             if tensor.is_floating_point():
-                self.mark(tensor, _inherit(known, func, source, tensor))
+                self.mark(tensor, _inherit(known, func, args, kwargs, tensor))
 
     def _written(self, tensor: Any) -> None:
         """Note that weights, or a view of them, were written to."""
@@ -215,16 +222,34 @@ class Provenance:
         return Origin(self.root(*activations[:1])) if activations else None
 
 
-def _inherit(known: Origin, func: Any, source: Tensor | None, out: Tensor) -> Origin:
+def _inherit(known: Origin, func: Any, args: Any, kwargs: Any, out: Tensor) -> Origin:
+    source = args[0] if args and isinstance(args[0], Tensor) else None
     if source is None:
         return known
-    if func in _SWAPS or out.shape != source.shape:
-        swap = func in _SWAPS and _swaps(source, out)
-        if swap:
-            known = replace(known, swapped=not known.swapped)
+    if func in _SWAPS:
+        return known if known.softmax is None else _reordered(known, func, source, args, kwargs)
+    if out.shape != source.shape:
+        if known.order is not None and out.ndim != source.ndim:
+            known = replace(known, order=_LOST)
         elif func in _SHAPES and _folds(source, out):
             known = replace(known, heads=source.shape[-3])
     return known
+
+
+# Weights whose axes cannot be told apart.
+_LOST = (-1,)
+
+
+def _reordered(known: Origin, func: Any, source: Tensor, args: Any, kwargs: Any) -> Origin:
+    """Follow the axes of weights through a transposition, by that of an empty tensor."""
+    before = known.order or tuple(range(source.ndim))
+    probe = torch.empty(tuple(range(2, source.ndim + 2)), device="meta")
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        moved = func(probe, *args[1:], **kwargs)
+    if len(before) != source.ndim:
+        return known
+    order = tuple(before[size - 2] for size in moved.shape)
+    return replace(known, order=None if order == tuple(range(len(order))) else order)
 
 
 def _folds(source: Tensor, out: Tensor) -> bool:
@@ -247,15 +272,6 @@ def _scaled(known: Origin, func: Any, args: tuple[Any, ...]) -> Origin:
 def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     """Whether a call of dropout, with these arguments, drops anything."""
     return p > 0 and training
-
-
-def _swaps(source: Tensor, out: Tensor) -> bool:
-    """Whether a transposition exchanged the last two axes and nothing else."""
-    if source.ndim != out.ndim or source.ndim < 2:
-        return False
-    strides = list(source.stride())
-    strides[-1], strides[-2] = strides[-2], strides[-1]
-    return list(out.stride()) == strides and out.shape[-1] == source.shape[-2]
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:

@@ -1,0 +1,7 @@
+"""Products of weights and values: which axes hold the queries, the sources and the features."""
+
+from __future__ import annotations
+
+from clearhead._capture.products.axes import Axes, ValueProduct, axes_of
+
+__all__ = ["Axes", "ValueProduct", "axes_of"]
