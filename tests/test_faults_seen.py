@@ -153,3 +153,104 @@ class TestFormsOfProducts:
     )
     def test_softmax_over_the_queries_is_named(self, mix):
         assert "and its product with the value sums another one" in reason(mix, positions=3)
+
+
+class Projection(nn.Linear):
+    """A projection that changes its weight before it uses it."""
+
+    def __init__(self, change: Any, how: str):
+        super().__init__(8, 8, bias=False)
+        self.change, self.how = change, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.change(self.weight)
+        return x @ weight.mT if self.how == "matmul" else einsum("oi,bti->bto", weight, x)
+
+
+class TestKind:
+    @pytest.mark.parametrize("how", ["matmul", "einsum"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda w: w.double().float(),
+            lambda w: w / w.norm(),
+            lambda w: (w - w.mean(0)).clone().contiguous(),
+            lambda w: w.to(torch.bfloat16).to(w.dtype).mT.mT,
+            lambda w: w.abs().sign() * w,
+        ],
+    )
+    def test_weights_that_are_changed_are_weights(self, change, how):
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.k = Projection(change, how), Projection(change, how)
+
+            def forward(self, x, source):
+                return soft(self.q(x), self.k(source)) @ source
+
+        layer, x, other = Layer(), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
+        with ch.watch(layer) as seen:
+            layer(x, x)
+        assert seen[0].kind == "self"
+        with ch.watch(layer) as seen:
+            layer(x, other)
+        assert seen[0].kind == "cross"
+
+    def test_learned_queries_are_activations(self):
+        class Pool(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.latents, self.q = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 8)
+
+            def forward(self, x):
+                return soft(self.q(self.latents.double().float()), x) @ x
+
+        model, x = Pool(), torch.randn(2, 5, 8)
+        with ch.watch(model, read=WEIGHTS) as seen:
+            model(x)
+        near(seen[0].value[:, 0], soft(model.q(model.latents), x))
+        assert seen[0].kind == "cross"
+
+
+class TestScale:
+    @staticmethod
+    def of(score: Any, heads: int = 2, positions: int = 5) -> float | None:
+        class Scored(Attention):
+            def __init__(self):
+                super().__init__(lambda q, k, v: score(self, q, k).softmax(-1) @ v, heads)
+                self.bias = nn.Parameter(torch.randn(positions, positions))
+                self.gain = nn.Parameter(torch.rand(heads, 1, 1) + 1)
+                self.one = nn.Parameter(torch.tensor(3.0))
+
+        model = Scored()
+        with torch.no_grad(), ch.watch(model, read=WEIGHTS) as seen:
+            model(torch.randn(1, positions, 6))
+        return seen[0].scale
+
+    @pytest.mark.parametrize(
+        ("score", "scale"),
+        [
+            (lambda m, q, k: 0.25 * (q @ k.mT) + m.bias, 0.25),
+            (lambda m, q, k: (q @ k.mT + m.bias) / 4, 0.25),
+            (lambda m, q, k: (q / 2) @ k.mT * 0.5 + m.bias.double().float(), 0.25),
+            (lambda m, q, k: torch.divide(q @ k.mT, 4) - m.bias, 0.25),
+            (lambda m, q, k: q @ k.mT * m.one, 3.0),
+            (lambda m, q, k: q @ k.mT / m.one.exp().log(), 1 / 3),
+        ],
+    )
+    def test_one_number(self, score, scale):
+        assert self.of(score) == pytest.approx(scale)
+        assert self.of(score, heads=1, positions=1) == pytest.approx(scale)
+
+    @pytest.mark.parametrize(
+        "score",
+        [
+            lambda m, q, k: q @ k.mT * m.gain,
+            lambda m, q, k: q @ k.mT * m.gain.exp(),
+            lambda m, q, k: m.gain.detach().clone() * (q @ k.mT),
+            lambda m, q, k: q @ k.mT / torch.tensor([2.0, 4.0])[:, None, None],
+            lambda m, q, k: (q @ k.mT).mul(m.gain) * 0.5,
+        ],
+    )
+    def test_no_one_number(self, score):
+        assert self.of(score) is None

@@ -115,7 +115,7 @@ class Handwritten:
                     ValueProduct(func, args, out, origin, origin.softmax, *pair, at, into)
                 )
             self._elsewhere(origin.softmax, "its weights are multiplied by several values")
-        if any(_is_parameter(x) for x in operands):
+        if any(self._projects(x) for x in operands):
             self._provenance.follow(func, args, kwargs, out)
         else:
             self._mark_scores(operands, out, kwargs.get("alpha", 1.0))
@@ -138,6 +138,10 @@ class Handwritten:
         if found.used:
             self._handler.elsewhere(found.module, reason)
 
+    def _projects(self, x: Tensor) -> bool:
+        """Whether an operand is a weight of the model: then the product is a projection."""
+        return self._provenance.learned(x) or (isinstance(x._base, Parameter) and x.ndim <= 2)
+
     def _mark_scores(self, operands: list[Tensor], out: Tensor, alpha: float) -> None:
         """Mark the product of two activations: it may be scores."""
         origins = [self._provenance.origin(x) for x in operands]
@@ -147,8 +151,9 @@ class Handwritten:
         )
         known = [origin for origin in origins if origin]
         heads = next((origin.heads for origin in known if origin.heads), None)
-        scale = math.prod(origin.scale for origin in known)
-        origin = Origin(left, product=(left, right), heads=heads, scale=scale * alpha)
+        scales = [alpha, *(origin.scale for origin in known)]
+        scale = None if None in scales else math.prod(scales)
+        origin = Origin(left, product=(left, right), heads=heads, scale=scale)
         self._provenance.mark(out, origin)
 
     def _attention(self, product: ValueProduct) -> Tensor:
@@ -205,11 +210,6 @@ HANDWRITTEN = {
     **dict.fromkeys(DIVISIONS, Handwritten.division),
     **dict.fromkeys(MULTIPLICATIONS, Handwritten.multiplication),
 }
-
-
-def _is_parameter(x: Tensor) -> bool:
-    """Whether an operand is a parameter: then the product is a projection."""
-    return isinstance(x, Parameter) or (isinstance(x._base, Parameter) and x.ndim <= 2)
 
 
 def _described(product: ValueProduct, axes: Axes) -> tuple[EagerCall, tuple[int, int]]:

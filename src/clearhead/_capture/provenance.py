@@ -52,7 +52,8 @@ MULTIPLICATIONS = {torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.mul
 MULTIPLICATIONS |= {torch.Tensor.__mul__, torch.Tensor.__rmul__}
 _FACTORS = {
     **dict.fromkeys(MULTIPLICATIONS | {torch.Tensor.mul_, torch.Tensor.__imul__}, True),
-    **dict.fromkeys((torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.div_), False),
+    **dict.fromkeys((torch.div, torch.true_divide, torch.divide, torch.Tensor.divide), False),
+    **dict.fromkeys((torch.Tensor.div, torch.Tensor.div_, torch.Tensor.true_divide), False),
     **dict.fromkeys((torch.Tensor.__truediv__, torch.Tensor.__itruediv__), False),
 }
 _PROJECTIONS = {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm}
@@ -95,7 +96,7 @@ class Softmax:
     roots: tuple[int, int]
     heads: int | None
     module: str
-    scale: float
+    scale: float | None
     used: bool = False  # whether its weights were multiplied by a value
     written: bool = False  # whether scores or weights were written to after the softmax
     versions: tuple[int | None, int | None] = (None, None)  # of scores and weights, as made
@@ -121,9 +122,13 @@ class Origin:
     order: tuple[int, ...] | None = None  # of weights: which axis of the softmax each axis is
     heads: int | None = None  # the size of the head axis that was folded into the batch
     dropped: bool = False  # whether dropout acted on it
-    scale: float = 1.0  # the factor that multiplied it since its projection
+    scale: float | None = 1.0  # the factor that multiplied it since its projection, where known
     exp: Tensor | None = None  # the scores whose exponential it is
     edited: bool = False  # whether weights are more than moved: multiplied, clipped, ...
+
+
+# The origin of what is computed from parameters alone.
+_LEARNED = Origin(0)
 
 
 class Provenance:
@@ -135,6 +140,14 @@ class Provenance:
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
+        found = self._entry(tensor)
+        return None if found is _LEARNED else found
+
+    def learned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or computed from parameters alone."""
+        return isinstance(tensor, Parameter) or self._entry(tensor) is _LEARNED
+
+    def _entry(self, tensor: object) -> Origin | None:
         found = self._table.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
@@ -174,15 +187,18 @@ class Provenance:
             return
         known, learned = self._argument(func, args, kwargs)
         if known is None:
+            if learned and func not in PRODUCTS and func not in _PROJECTIONS:
+                self._mark_learned(args, out)
             return
         if func in _FORGET or func in _PROJECTIONS or (learned and func in PRODUCTS):
             known = Origin(known.root)
-        elif learned:
+        elif learned and known.product is None:
             known = replace(known, scale=1.0)
         elif func in _DROPOUTS and _drops(*args, **kwargs):
             known = replace(known, dropped=True)
         elif func in _FACTORS and len(args) == 2:
-            known = _scaled(known, func, args)
+            factor = args[1] if self.origin(args[0]) is not None else args[0]
+            known = _scaled(known, factor, _FACTORS[func])
         if known.softmax is not None and func not in _MOVES and func not in _DROPOUTS:
             self._written(out)
             known = replace(known, edited=True)
@@ -196,13 +212,23 @@ class Provenance:
         if origin is not None and origin.softmax is not None:
             origin.softmax.written = True
 
+    def _mark_learned(self, args: tuple[Any, ...], out: Any) -> None:
+        """Mark what is computed from parameters alone: weights that are cast, scaled, turned.
+
+        Not learned queries, which are expanded over the samples: these are activations.
+        """
+        shape = args[0].shape if args and isinstance(args[0], Tensor) else None
+        for tensor in tensors(out):
+            if tensor.is_floating_point() and (tensor.ndim <= 2 or tensor.shape == shape):
+                self.mark(tensor, _LEARNED)
+
     def _argument(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Origin | None, bool]:
         """Give the origin that a result inherits, and whether an argument is a parameter."""
         known, learned = None, func in _PROJECTIONS
         for tensor in tensors((args, kwargs) if kwargs else args):
-            learned = learned or isinstance(tensor, Parameter)
+            learned = learned or self.learned(tensor)
             origin = self.origin(tensor)
             if origin is None:
                 continue
@@ -216,9 +242,9 @@ class Provenance:
             self._roots += 1
             return Origin(self._roots)
         found = list(tensors((args, kwargs)))
-        if func not in _PROJECTIONS and not any(isinstance(x, Parameter) for x in found):
+        if func not in _PROJECTIONS and not any(self.learned(x) for x in found):
             return None
-        activations = [x for x in found if not isinstance(x, Parameter) and x.is_floating_point()]
+        activations = [x for x in found if not self.learned(x) and x.is_floating_point()]
         return Origin(self.root(*activations[:1])) if activations else None
 
 
@@ -259,14 +285,23 @@ def _folds(source: Tensor, out: Tensor) -> bool:
     return out.shape[-2:] == source.shape[-2:] and out.shape[:-3] == source.shape[:-4]
 
 
-def _scaled(known: Origin, func: Any, args: tuple[Any, ...]) -> Origin:
-    """Follow multiplication by a plain number, or by a tensor that holds one."""
-    factor = args[1] if isinstance(args[0], Tensor) and args[0].numel() != 1 else args[0]
+def _scaled(known: Origin, factor: Any, multiplies: bool) -> Origin:
+    """Follow multiplication or division by a number; scores by several have no one scale."""
     if isinstance(factor, Tensor):
-        if factor.numel() != 1 or factor.is_meta:
-            return known
-        factor = factor.item()
-    return replace(known, scale=known.scale * factor if _FACTORS[func] else known.scale / factor)
+        if factor.numel() != 1:
+            return known if known.product is None else replace(known, scale=None)
+        factor = _number(factor)
+    if known.scale is None or factor is None:
+        return replace(known, scale=None)
+    return replace(known, scale=known.scale * factor if multiplies else known.scale / factor)
+
+
+def _number(tensor: Tensor) -> float | None:
+    """Read a tensor of one number; None where a mode or transform has no values."""
+    try:
+        return tensor.item()
+    except Exception:  # each mode has an error of its own
+        return None
 
 
 def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
