@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     trouble: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     forwards: float = 0.0
-    # The largest effect, relative to the largest output, that is not told from rounding.
+    # The largest effect, relative to the largest output, that looks like rounding.
     resolution: float = 0.0
 
 
@@ -76,7 +76,7 @@ class Report:
     trouble: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     forwards: float = 0.0
-    # The largest effect, relative to the largest output, that is not told from rounding.
+    # The largest effect, relative to the largest output, that looks like rounding.
     resolution: float = 0.0
 
     @classmethod
@@ -142,8 +142,8 @@ class Report:
             )
         if self.resolution:
             lines.append(
-                f"  resolution: an effect below {self.resolution:.1g} of the largest output is not"
-                " told from rounding"
+                f"  resolution: an effect below {self.resolution:.1g} of the largest output cannot"
+                " be distinguished from rounding"
             )
         lines += [f"  trouble: {text}" for text in self.trouble]
         return lines + [f"  note: {text}" for text in self.notes]

@@ -105,7 +105,7 @@ def _cut(read: ModelInputs, name: str, value: Any, start: int, stop: int) -> Any
 
 
 class _CallOf:
-    """A function that says which module it calls, so that a trace can hook it."""
+    """A function that names the module it calls, so that a trace can hook it."""
 
     def __init__(self, function: Callable[..., Any], model: Any):
         self.function, self.__self__ = function, model

@@ -135,7 +135,7 @@ def _library_modes(plain: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _CalledWith:
-    """The model, called with other options; `__self__` tells a trace which module to hook."""
+    """The model, called with other options; `__self__` is the module for a trace to hook."""
 
     def __init__(self, model: nn.Module, *, gradients: bool = False, **options: Any):
         self.__self__, self.gradients, self.options = model, gradients, options

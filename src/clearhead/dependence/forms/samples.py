@@ -47,7 +47,7 @@ def audit_batch(
     read = read_inputs(inputs, axis=axis, change=change)
     if read.main.batch_axis is None:
         raise value_error(
-            "inputs", "need a batch axis to tell samples apart",
+            "inputs", "need a batch axis to separate the samples",
             shapes={"inputs": read[read.main.key]}, hint="add it: inputs[None]",
         )  # fmt: skip
     with untouched(model) as restore:

@@ -65,7 +65,7 @@ def _swapped(runner: Runner, given: bool) -> Outcome:
 def _samples_mix(runner: Runner) -> bool:
     if runner.inputs.batch > 1:
         return _mixes(runner, along=0)
-    # One sample says nothing of others: put a copy beside it.
+    # One sample shows nothing about others: put a copy beside it.
     doubled = [_doubled(runner.inputs, one) for one in runner.replacements]
     try:
         return _mixes(Runner(runner.model, runner.inputs.repeat(2), doubled), along=0)

@@ -46,7 +46,7 @@ def measure(runner: Runner, suspects: Sequence[Suspect]) -> Measurement:
     if not suspects:
         return Measurement(runner)
     ruler = _Ruler(runner)
-    suspects = [ruler.judged(suspect) for suspect in suspects]
+    suspects = [ruler.measured(suspect) for suspect in suspects]
     # An error of half of the digits is no rounding.
     plain = math.sqrt(ruler.unit) * largest(runner.base())
     below = [suspect for suspect in suspects if 0 < suspect.size <= suspect.floor]
@@ -70,7 +70,7 @@ class _Ruler:
         self.floor = rounding_floor(runner, self.unit)
         self._bounds: dict[tuple[int, int], float] = {}
 
-    def judged(self, suspect: Suspect) -> Suspect:
+    def measured(self, suspect: Suspect) -> Suspect:
         """Return the suspect with its floor, under the replacement that shows it best."""
         if not self.floor < suspect.size <= NEAR * self.floor:
             return replace(suspect, floor=self.floor)
@@ -82,10 +82,10 @@ class _Ruler:
             for number in range(len(self._runner.replacements))
             if number != own.perturbation.replacement
         ]
-        again = [self._measured(own, other) for other in others]
+        again = [self._remeasured(own, other) for other in others]
         return next((other for other in again if other.size > other.floor), own)
 
-    def _measured(self, suspect: Suspect, perturbation: Perturbation) -> Suspect:
+    def _remeasured(self, suspect: Suspect, perturbation: Perturbation) -> Suspect:
         (moved,) = self._runner.movements([perturbation])
         size = 0.0 if moved is None else suspect.size_in(moved)
         floor = self._bound(perturbation) if size else self.floor

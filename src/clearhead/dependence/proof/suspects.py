@@ -1,4 +1,4 @@
-"""Search every forbidden pair for outputs that move: suspects, before any judgement of rounding."""
+"""Search every forbidden pair for outputs that move: suspects, before rounding is measured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Search(NamedTuple):
 
     @property
     def outcome(self) -> Outcome:
-        """The findings of this stage; whether a suspect leaks is for the next one to say."""
+        """The findings of this stage; the next stage decides which suspects leak."""
         return Outcome(
             pairs=self.pairs, untested=self.untested, notes=self.notes, trouble=self.trouble
         )

@@ -1,4 +1,4 @@
-"""Tell leaks from rounding."""
+"""Distinguish leaks from rounding."""
 
 from __future__ import annotations
 

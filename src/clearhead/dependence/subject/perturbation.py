@@ -105,7 +105,7 @@ def _aligned(sources: Tensor, one: ContentInput, value: Tensor, inputs: ModelInp
 
 
 class _Found(Exception):
-    """Ends the run that looks for the embedding."""
+    """Ends the run that searches for the embedding."""
 
 
 def embedding_of(model: object, ids: Tensor, inputs: ModelInputs) -> nn.Embedding | None:
@@ -114,7 +114,7 @@ def embedding_of(model: object, ids: Tensor, inputs: ModelInputs) -> nn.Embeddin
         return None
     seen: list[nn.Embedding] = []
 
-    def look(module: nn.Module, args: tuple[object, ...]) -> None:
+    def check(module: nn.Module, args: tuple[object, ...]) -> None:
         given = args[0] if args and isinstance(args[0], Tensor) else None
         if given is None or given.numel() != ids.numel() or not isinstance(module, nn.Embedding):
             return
@@ -123,7 +123,7 @@ def embedding_of(model: object, ids: Tensor, inputs: ModelInputs) -> nn.Embeddin
             raise _Found
 
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    handles = [module.register_forward_pre_hook(look) for module in embeddings]
+    handles = [module.register_forward_pre_hook(check) for module in embeddings]
     try:
         with suppress(_Found):
             call(model, inputs)
