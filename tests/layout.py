@@ -18,7 +18,7 @@ TOP = ""
 # The floors, lowest first: a package imports from lower floors alone.
 FLOORS = [
     {"_core"},
-    {"masks"},
+    {"masks", "biases"},
     {"readings"},
     {"attention"},
     {"layers"},

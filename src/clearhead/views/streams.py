@@ -11,30 +11,27 @@ from typing import Any
 from clearhead.views.encoding import any_encoding
 from clearhead.views.labels import visible
 
-__all__ = ["Output", "output_streams"]
+__all__ = ["SafeStream", "output_streams"]
 
 
 @contextlib.contextmanager
 def output_streams() -> Iterator[None]:
-    """Pass all that is printed inside the block through `Output`."""
-    before = sys.stdout, sys.stderr
+    """Pass all that is printed inside the block through `SafeStream`."""
     # A stream that was closed before the start is None.
     with contextlib.ExitStack() as opened:
         out, err = (
             opened.enter_context(open(os.devnull, "w", encoding="utf-8")) if s is None else s
-            for s in before
+            for s in (sys.stdout, sys.stderr)
         )
-        sys.stdout = out
-        with any_encoding():
-            sys.stdout, sys.stderr = Output(out), Output(err, needed=False)
-            try:
-                yield
-                sys.stdout.flush()
-            finally:
-                sys.stdout, sys.stderr = before
+        opened.enter_context(contextlib.redirect_stdout(out))
+        opened.enter_context(any_encoding())
+        opened.enter_context(contextlib.redirect_stdout(SafeStream(out)))
+        opened.enter_context(contextlib.redirect_stderr(SafeStream(err, needed=False)))
+        yield
+        sys.stdout.flush()
 
 
-class Output:
+class SafeStream:
     """A text stream whose reader may go away, and on which a terminal shows control characters.
 
     `lost` is True once nobody reads any more, and the rest is dropped. A stream that is not
@@ -50,9 +47,9 @@ class Output:
         return getattr(self._stream, name)
 
     @property
-    def unescaped(self) -> Output:
+    def unescaped(self) -> SafeStream:
         """The same stream for text that is escaped already, and may have colours."""
-        return Output(self._stream, needed=self._needed, escape=False)
+        return SafeStream(self._stream, needed=self._needed, escape=False)
 
     def write(self, text: str) -> int:
         """Write, unless nobody reads any more."""
