@@ -25,7 +25,7 @@ from clearhead import masks, readings
 from clearhead._capture import FusedCall, context_difference
 from clearhead._capture.recompute import few_rows
 from clearhead.recording import load
-from clearhead.recording.packed import Packed, pack
+from clearhead.recording.packed import PackedValue, pack
 
 
 class Deep(nn.Module):
@@ -94,7 +94,7 @@ class TestWaiting:
     def test_one_reading_is_not_in_a_tuple(self):
         _, seen = self.see(readings.TopK(8))
         assert seen[0].value.sources.dtype == torch.int64
-        assert isinstance(vars(seen[0])["value"], Packed)
+        assert isinstance(vars(seen[0])["value"], PackedValue)
 
     def test_asked_twice_it_is_the_same(self):
         _, seen = self.see()

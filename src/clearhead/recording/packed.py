@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Packed", "pack"]
+__all__ = ["PackedValue", "pack"]
 
 # Fewer bytes are not worth the pages; glibc maps as large a tensor by itself.
 _LEAST, _MOST = 1 << 16, 1 << 25
@@ -43,7 +43,7 @@ class _Slot(NamedTuple):
         return flat.view(self.shape)
 
 
-class Packed:
+class PackedValue:
     """A packed value: a call unpacks it, and gives the same object each time.
 
     `nbytes` is what it takes in memory while packed, beside tensors that were left as they were.
@@ -82,7 +82,7 @@ def _same(value: Any) -> Any:
 
 
 def pack(value: Any) -> Any:
-    """Give a value (a tensor, or tuples of them) as it is, or `Packed` where that saves memory.
+    """Return a tensor or tuples of them, as a `PackedValue` where that saves memory.
 
     Tensors on other devices and very large ones stay as they are.
     """
@@ -99,7 +99,7 @@ def pack(value: Any) -> Any:
     block = mmap.mmap(-1, size, **_FLAGS)
     for slot, x in pairs:
         slot.numbers(block).copy_(x)
-    return Packed(block, packed, spec)
+    return PackedValue(block, packed, spec)
 
 
 def _movable(x: Any) -> bool:

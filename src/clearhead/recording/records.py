@@ -82,7 +82,7 @@ class _Value:
         if record is None:
             raise AttributeError("value")
         value = record.__dict__["value"]
-        return value() if isinstance(value, packed.Packed) else value
+        return value() if isinstance(value, packed.PackedValue) else value
 
     def __set__(self, record: Any, value: Any) -> None:
         record.__dict__["value"] = value
