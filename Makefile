@@ -7,7 +7,7 @@ OLD    ?= .cache/transformers-5.17
 STAMP   = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test real old sanitize fuzz check bench checkpoint clean
+.PHONY: help demo test real old sanitize fuzz browser check bench checkpoint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -46,11 +46,18 @@ fuzz: $(STAMP)  ## run 100,000 random problems forward and 20,000 backward
 	$(BIN)/python -m tests.fuzz_native 100000
 	$(BIN)/python -m tests.fuzz_gradients 20000
 
+browser: tests/view/node_modules/.installed  ## fetch what drives the tests in a browser (node, npm)
+
+tests/view/node_modules/.installed: tests/view/package.json
+	cd tests/view && npm install --no-package-lock --no-audit --no-fund --silent
+	touch $@
+
 check: $(STAMP)  ## format, lint and types
 	find native -name '*.cpp' -o -name '*.h' -o -name '*.inl' | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/basedpyright
+	test ! -d tests/view/node_modules || tests/view/node_modules/.bin/tsc -p tests/view
 
 # onnxruntime is an optional peer: where it cannot be installed, its columns report that.
 bench: $(STAMP)  ## measure this machine beside torch and onnxruntime (a table on the terminal)

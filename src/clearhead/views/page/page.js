@@ -77,7 +77,9 @@ class Page {
     const { model } = this;
     this.applyTheme();
     fill(this.root, this.head(), model.entry ? this.body() : element("p", { class: "card" }, "This record holds no layers."), this.about(), this.help);
-    this.root.addEventListener("keydown", (event) => this.onKey(event));
+    const listener = model.source.hash ? document : this.root;
+    listener.addEventListener("keydown", (event) => this.onKey(/** @type {KeyboardEvent} */ (event)));
+    addEventListener("beforeprint", () => this.heads.paintAll());
     this.system.addEventListener("change", () => this.recolour());
     if (!model.entry) return;
     this.map.root.addEventListener("said", (event) => { this.readout.textContent = /** @type {CustomEvent} */ (event).detail; });
@@ -233,7 +235,7 @@ class Page {
   /** @param {KeyboardEvent} event */
   onKey(event) {
     const target = /** @type {Element} */ (event.composedPath()[0]);
-    if (event.ctrlKey || event.metaKey || event.altKey || target.matches("input, select")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || this.help.open || target.matches?.("input, select")) return;
     const { model } = this;
     if (event.key === "?") this.help.showModal();
     else if (event.key === "t") this.toggleTheme();

@@ -178,15 +178,17 @@ function topOfPlanes(bytes, rows, each, wide, steps) {
  */
 export function decodeRuns(bytes) {
   const numbers = new Uint32Array(bytes.slice().buffer, 0, bytes.byteLength >> 2);
-  const start = [0];
-  /** @type {number[]} */
-  const runs = [];
-  for (let i = 0; i < numbers.length; ) {
-    const many = numbers[i++];
-    for (let k = 0; k < 2 * many; k++) runs.push(numbers[i++]);
-    start.push(runs.length);
+  let rows = 0;
+  for (let i = 0; i < numbers.length; i += 1 + 2 * numbers[i]) rows += 1;
+  const start = new Uint32Array(rows + 1);
+  const runs = new Uint32Array(Math.max(0, numbers.length - rows));
+  for (let row = 0, i = 0; row < rows; row++) {
+    const many = 2 * numbers[i];
+    runs.set(numbers.subarray(i + 1, i + 1 + many), start[row]);
+    start[row + 1] = start[row] + many;
+    i += 1 + many;
   }
-  return { start: Uint32Array.from(start), runs: Uint32Array.from(runs) };
+  return { start, runs };
 }
 
 /** Where cell `index` of `cells` begins when `length` positions are split as evenly as can be,

@@ -154,8 +154,7 @@ export function difference(one, other) {
  */
 export function allowedOf(runs, data, e, query) {
   if (!runs) return null;
-  const entry = data.entries[e];
-  const row = runs.start.length - 1 === entry.queries ? query : data.rowOf(entry, query);
+  const row = maskRowOf(runs, data, e, query);
   /** @type {[number, number][]} */
   const found = [];
   if (row < 0) return found;
@@ -163,6 +162,35 @@ export function allowedOf(runs, data, e, query) {
     found.push([runs.runs[i], runs.runs[i + 1]]);
   }
   return found;
+}
+
+/** A mask holds every query, or those that the record has rows of.
+ * @param {import("./data.js").Runs} runs
+ * @param {Data} data
+ * @param {number} e
+ * @param {number} query
+ */
+function maskRowOf(runs, data, e, query) {
+  const entry = data.entries[e];
+  return runs.start.length - 1 === entry.queries ? query : data.rowOf(entry, query);
+}
+
+/**
+ * Whether a query may attend to a source.
+ * @param {import("./data.js").Runs | null} runs
+ * @param {Data} data
+ * @param {number} e
+ * @param {number} query
+ * @param {number} source
+ */
+export function allows(runs, data, e, query, source) {
+  if (!runs) return true;
+  const row = maskRowOf(runs, data, e, query);
+  if (row < 0) return false;
+  for (let i = runs.start[row]; i < runs.start[row + 1]; i += 2) {
+    if (runs.runs[i] <= source && source < runs.runs[i + 1]) return true;
+  }
+  return false;
 }
 
 /**

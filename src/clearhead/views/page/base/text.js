@@ -82,7 +82,7 @@ export function number(value, about = false) {
   let text;
   if (size >= 100) text = value.toFixed(0);
   else if (size >= 0.0995) text = value.toPrecision(about ? 2 : 3);
-  else if (size >= 0.001) text = value.toPrecision(2);
+  else if (size >= 1e-5) text = value.toPrecision(2);
   else text = value.toExponential(1);
   return (about ? "≈" : "") + text.replace("-", "−");
 }

@@ -1,10 +1,10 @@
 // All heads as small maps, by layer or by a statistic.
 
-import { choice, element, fill, whenNear } from "../base/dom.js";
+import { choice, element, fill, pause, whenNear } from "../base/dom.js";
 import { colourAt, palette, place } from "../base/palette.js";
 import { count, number } from "../base/text.js";
 import { cellOf } from "../base/data.js";
-import { contextOf } from "./paint.js";
+import { canvasOf } from "./paint.js";
 
 const SIDE = 56;
 
@@ -27,7 +27,11 @@ export class HeadsView {
       element("h2", { id: "heads-title" }, "All heads"), this.tools, this.grid);
     /** @type {Map<Element, Head>} */
     this.shown = new Map();
-    this.near = whenNear((target) => { this.near.unobserve(target); void this.paint(target); });
+    /** @type {Map<string, Promise<Uint8Array | null>>} */
+    this.open = new Map();
+    /** @type {Element[]} */
+    this.queue = [];
+    this.near = whenNear((target) => { this.near.unobserve(target); this.enqueue(target); });
     this.buildTools();
   }
 
@@ -94,12 +98,13 @@ export class HeadsView {
   tile(head, sort) {
     const { model } = this;
     const value = sort === "layer" ? "" : number(head.value);
-    const canvas = element("canvas", { width: SIDE, height: SIDE, "aria-hidden": "true" });
+    // A picture, not a canvas: hundreds of canvases would each be a layer to compose.
+    const picture = element("img", { width: SIDE, height: SIDE, alt: "" });
     const made = element("button", {
       type: "button", class: "head", "aria-pressed": "false",
       onclick: () => model.set({ entry: head.e, head: head.h }),
       "aria-label": `Head ${head.name}${value ? `, ${sort} ${value}` : ""}`,
-    }, canvas, element("span", { class: "head-name" }, head.name), value ? element("span", { class: "head-value" }, value) : null);
+    }, picture, element("span", { class: "head-name" }, head.name), value ? element("span", { class: "head-value" }, value) : null);
     this.shown.set(made, head);
     this.near.observe(made);
     return made;
@@ -108,7 +113,8 @@ export class HeadsView {
   mark() {
     const { entry, head } = this.model.state;
     for (const [made, { e, h }] of this.shown) {
-      made.setAttribute("aria-pressed", String(e === entry && (h === head || head < 0)));
+      const pressed = String(e === entry && (h === head || head < 0));
+      if (made.getAttribute("aria-pressed") !== pressed) made.setAttribute("aria-pressed", pressed);
     }
   }
 
@@ -116,11 +122,30 @@ export class HeadsView {
     for (const made of this.shown.keys()) this.near.observe(made);
   }
 
+  /** Paint one after the other, so that the page answers in between. @param {Element} made */
+  enqueue(made) {
+    this.queue.push(made);
+    if (this.queue.length === 1) void this.work();
+  }
+
+  async work() {
+    while (this.queue.length) {
+      await this.paint(this.queue[0]);
+      this.queue.shift();
+      await pause();
+    }
+  }
+
+  /** For a printer, which scrolls nowhere. */
+  paintAll() {
+    for (const made of this.shown.keys()) void this.paint(made);
+  }
+
   /** @param {Element} made */
   async paint(made) {
     const head = this.shown.get(made);
-    const canvas = made.querySelector("canvas");
-    if (!head || !canvas) return;
+    const picture = made.querySelector("img");
+    if (!head || !picture) return;
     const small = await this.small(head);
     if (!small) return;
     const { scale } = this.model.state;
@@ -133,9 +158,20 @@ export class HeadsView {
       if (small.open && !small.open[i]) return;
       if (!Number.isNaN(value)) pixels[i] = colourAt(two ? colours.diverging : colours.sequential, place(value, largest, scale, two));
     });
-    canvas.width = small.columns;
-    canvas.height = small.rows;
-    contextOf(canvas).putImageData(image, 0, 0);
+    picture.src = canvasOf(image).toDataURL();
+  }
+
+  /** The same for all heads of a layer, and for layers with one mask.
+   * @param {number} e
+   * @param {number} rows
+   * @param {number} columns
+   */
+  openCells(e, rows, columns) {
+    const { layers } = this.model.header;
+    const name = [this.model.state.sample, layers[e].mask, layers[e].queries, layers[e].sources].join();
+    let open = this.open.get(name);
+    if (!open) this.open.set(name, (open = openCells(this.model, e, rows, columns)));
+    return open;
   }
 
   /** A map of at most SIDE cells a side. @param {Head} head */
@@ -146,7 +182,7 @@ export class HeadsView {
     const [first, second] = made;
     if (!first) return null;
     if (second) second.values.forEach((value, i) => { first.values[i] += value; });
-    return { ...first, open: await openCells(model, e, first.rows, first.columns) };
+    return { ...first, open: await this.openCells(e, first.rows, first.columns) };
   }
 }
 

@@ -27,8 +27,19 @@ export function contextOf(canvas) {
   return /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
 }
 
-/** The colours of text and lines here. @param {Element} root */
+/** @type {Map<string, ReturnType<typeof readInk>>} */
+const inks = new Map();
+
+/** The colours of text and lines here, read once for each theme. @param {Element} root */
 export function inkOf(root) {
+  const theme = /** @type {HTMLElement | null} */ (root.closest(".page"))?.dataset.theme ?? "";
+  let ink = inks.get(theme);
+  if (!ink) inks.set(theme, (ink = readInk(root)));
+  return ink;
+}
+
+/** @param {Element} root */
+function readInk(root) {
   const style = getComputedStyle(root);
   const value = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
   return {

@@ -1,7 +1,7 @@
 // The questions first: where does this query look, and who looks at this source?
 
 import { button, element, fill, isolated } from "../base/dom.js";
-import { allowedOf, countAllowed, isAllowed } from "../base/rows.js";
+import { allows, countAllowed } from "../base/rows.js";
 import { count, number, sentence, signed } from "../base/text.js";
 import { strongest } from "./strip.js";
 
@@ -76,10 +76,10 @@ export class QuestionView {
     let allowed = 0;
     column?.values.forEach((value, row) => {
       const query = entry.rows ? entry.rows[row] : row;
-      if (!isAllowed(allowedOf(runs, model.data, state.entry, query), source)) return;
+      if (!allows(runs, model.data, state.entry, query, source)) return;
       allowed += 1;
       if (column.known && !column.known[row]) return;
-      lines.push({ position: query, value, label: model.queryLabel(query), about: column.about });
+      lines.push({ position: query, value, label: "", about: column.about });
     });
     const sizeOf = (/** @type {Line} */ l) => (Number.isNaN(l.value) ? Infinity : Math.abs(l.value));
     lines.sort((a, b) => sizeOf(b) - sizeOf(a) || a.position - b.position);
@@ -88,12 +88,13 @@ export class QuestionView {
       ? `source ${source} · ${count(allowed, "query", "queries")} may read it` +
         (column.known ? ` · among the largest weights of ${lines.length}` : ` · mean weight ${number(total / Math.max(1, allowed), column.about)}`)
       : "The record holds no single weights.";
+    const named = lines.slice(0, this.manyWho).map((line) => ({ ...line, label: model.queryLabel(line.position) }));
     const more = () => { this.manyWho += MORE; void this.showColumn(source); };
     fill(
       this.who,
       element("h2", null, "Who looks at ", this.token(model.sourceLabel(source, 40)), "?"),
       element("p", { class: "under" }, words),
-      lines.length ? this.table("query", lines.slice(0, this.manyWho), (position) => ({ query: position, source })) : null,
+      lines.length ? this.table("query", named, (position) => ({ query: position, source })) : null,
       lines.length > this.manyWho ? button("Show more", more, { class: "quiet" }) : null,
     );
   }

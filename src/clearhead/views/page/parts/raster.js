@@ -20,6 +20,8 @@ export const HIDDEN = 4; // by the reader's wish
  */
 
 const SLICE_MS = 12;
+// Single weights of a record that holds few of them are drawn from this many pixels on.
+const LEAST_CELL = 4;
 
 /**
  * @param {import("../base/state.js").Model} model
@@ -34,6 +36,7 @@ export async function rasterOf(model, region, width, height, turn) {
   const columns = Math.max(1, Math.min(Math.floor(width), s1 - s0));
   const rows = Math.max(1, Math.min(Math.floor(height), q1 - q0));
   const single = columns === s1 - s0 && rows === q1 - q0;
+  const readable = Math.min(width / (s1 - s0), height / (q1 - q0)) >= LEAST_CELL;
   /** @type {Raster} */
   const raster = {
     region, columns, rows, values: new Float32Array(columns * rows),
@@ -41,7 +44,7 @@ export async function rasterOf(model, region, width, height, turn) {
     difference: model.sides().length > 1,
   };
   for (const [data, sign] of model.sides()) {
-    if (!(await addSide(model, raster, data, sign, single, turn))) return null;
+    if (!(await addSide(model, raster, data, sign, single && readable, turn))) return null;
   }
   if (raster.difference) raster.largest = largestSize(raster.values);
   await markBlocked(model, raster);
@@ -54,10 +57,10 @@ export async function rasterOf(model, region, width, height, turn) {
  * @param {Raster} raster
  * @param {import("../base/data.js").Data} data
  * @param {number} sign
- * @param {boolean} single
+ * @param {boolean} readable whether single cells are large enough to be seen
  * @param {Turn} turn
  */
-async function addSide(model, raster, data, sign, single, turn) {
+async function addSide(model, raster, data, sign, readable, turn) {
   const { sample, entry: e, head } = model.state;
   const entry = data.entries[e];
   if (!entry) return true;
@@ -71,7 +74,7 @@ async function addSide(model, raster, data, sign, single, turn) {
     raster.largest = Math.max(raster.largest, largestOf(all, model.hidden(), entry.sources));
     return addMatrix(model, raster, data, all, sign, turn);
   }
-  if (entry.top && (single || !entry.cells)) return addTop(model, raster, data, sign);
+  if (entry.top && (readable || !entry.cells)) return addTop(model, raster, data, sign);
   if (entry.cells) return addBlocks(model, raster, data, sign);
   raster.states.fill(UNHELD);
   return true;
@@ -213,10 +216,11 @@ async function addBlocks(model, raster, data, sign) {
   raster.detail = "blocks";
   const hiddenBlocks = new Set([...model.hidden()].map((s) => cellOf(s, entry.sources, blocks.columns)));
   raster.largest = Math.max(raster.largest, largestOf(plane, hiddenBlocks, blocks.columns));
+  const across = Array.from({ length: columns }, (_, x) => cellOf(pixelStart(x, columns, s0, s1), entry.sources, blocks.columns));
   for (let y = 0; y < rows; y++) {
     const row = cellOf(pixelStart(y, rows, q0, q1), entry.queries, blocks.rows);
     for (let x = 0; x < columns; x++) {
-      const column = cellOf(pixelStart(x, columns, s0, s1), entry.sources, blocks.columns);
+      const column = across[x];
       const at = y * columns + x;
       const value = plane[row * blocks.columns + column];
       values[at] += sign * value;

@@ -32,15 +32,21 @@ export class StripView {
     this.row = null;
     /** @type {[number, number][] | null} */
     this.allowed = null;
+    this.built = "";
+    /** @type {WeakMap<HTMLElement, string>} */
+    this.looks = new WeakMap();
     this.drawLines = atNextFrame(() => this.paintLines());
     this.near = whenNear((target) => this.enter(target), (target) => this.leave(target));
     new ResizeObserver(() => this.drawLines()).observe(this.root);
   }
 
-  /** Build the paragraphs anew: another layer, sample or axis. */
+  /** Build the paragraphs anew where the layer, the sample or the axis has other tokens. */
   build() {
     const { model } = this;
     const { entry, header } = model;
+    const built = [model.state.sample, entry.query_axis, entry.source_axis, entry.queries, entry.sources].join();
+    if (built === this.built) return;
+    this.built = built;
     this.near.disconnect();
     const same = entry.query_axis === entry.source_axis;
     this.shown = same
@@ -179,15 +185,30 @@ export class StripView {
         const open = coloured && isAllowed(this.allowed, at);
         const held = row.held === "all" || Boolean(row.known?.[at]);
         const drawn = open && held && !Number.isNaN(value) && !hidden.has(at);
-        const colour = colourAt(table, place(value, largest, model.state.scale, two));
-        chip.style.backgroundColor = drawn ? css(colour) : "";
-        chip.style.color = drawn ? (takesDarkText(colour) ? "#10131a" : "#fff") : "";
-        chip.classList.toggle("blocked", coloured && !open);
-        chip.classList.toggle("hidden", hidden.has(at) && text.role !== "query");
+        const colour = drawn ? colourAt(table, place(value, largest, model.state.scale, two)) : -1;
+        const closed = coloured && !open;
+        const away = hidden.has(at) && text.role !== "query";
+        this.look(chip, colour, closed, away);
         this.mark(text, at, chip);
       }
     }
     this.drawLines();
+  }
+
+  /** Touch the document only where something changes.
+   * @param {HTMLElement} chip
+   * @param {number} colour or -1
+   * @param {boolean} closed
+   * @param {boolean} away
+   */
+  look(chip, colour, closed, away) {
+    const look = `${colour}${closed}${away}`;
+    if (this.looks.get(chip) === look) return;
+    this.looks.set(chip, look);
+    chip.style.backgroundColor = colour < 0 ? "" : css(colour);
+    chip.style.color = colour < 0 ? "" : takesDarkText(colour) ? "#10131a" : "#fff";
+    chip.classList.toggle("blocked", closed);
+    chip.classList.toggle("hidden", away);
   }
 
   /**
@@ -199,8 +220,10 @@ export class StripView {
     const { model } = this;
     const { query, source } = model.pair;
     const isQuery = text.role !== "source" && at === (text.role === "both" ? model.positionOf(query) : query);
+    const isSource = text.role !== "query" && at === source;
+    if (isQuery === chip.classList.contains("query") && isSource === chip.classList.contains("source")) return;
     chip.classList.toggle("query", isQuery);
-    chip.classList.toggle("source", text.role !== "query" && at === source);
+    chip.classList.toggle("source", isSource);
     chip.setAttribute("aria-selected", String(isQuery));
     if (isQuery) {
       chip.id = `chip-${text.axis}-${at}`;
@@ -212,15 +235,18 @@ export class StripView {
     const box = this.root.getBoundingClientRect();
     const ratio = devicePixelRatio || 1;
     const { lines, row, model } = this;
-    lines.width = Math.round(box.width * ratio);
-    lines.height = Math.round(box.height * ratio);
+    const width = Math.round(box.width * ratio);
+    const height = Math.round(box.height * ratio);
+    if (lines.width !== width || lines.height !== height) Object.assign(lines, { width, height });
+    const context = contextOf(lines);
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.clearRect(0, 0, width, height);
     if (!row || !box.width) return;
     const queryText = this.shown.find(({ role }) => role !== "source");
     const sourceText = this.shown.find(({ role }) => role !== "query");
     const { query } = model.pair;
     const start = queryText?.chips.get(queryText.role === "both" ? model.positionOf(query) : query);
     if (!start || !sourceText) return;
-    const context = contextOf(lines);
     context.scale(ratio, ratio);
     context.strokeStyle = inkOf(this.root).accent;
     const hidden = model.hidden();

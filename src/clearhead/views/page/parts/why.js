@@ -1,7 +1,7 @@
 // The mask page's words: whom may a query attend to, who may attend to a source, and why.
 
 import { element, fill } from "../base/dom.js";
-import { allowedOf, countAllowed, isAllowed } from "../base/rows.js";
+import { allowedOf, allows, countAllowed } from "../base/rows.js";
 import { count, sentence } from "../base/text.js";
 
 const RUNS_LISTED = 12;
@@ -29,9 +29,9 @@ export class WhyView {
     const allowed = allowedOf(runs, model.data, e, query);
     const readers = [];
     for (let q = 0; q < model.entry.queries; q++) {
-      if (isAllowed(allowedOf(runs, model.data, e, q), source)) readers.push(q);
+      if (allows(runs, model.data, e, q, source)) readers.push(q);
     }
-    const open = isAllowed(allowed, source);
+    const open = allows(runs, model.data, e, query, source);
     fill(this.where, element("h2", null, "Whom may ", asked(model.queryLabel(query, 40)), " attend to?"),
       element("p", { class: "under" }, `query ${query} · ${count(countAllowed(allowed, model.entry.sources), "source")} of ${model.entry.sources}`),
       element("p", null, inRuns(allowed ?? [[0, model.entry.sources]])));
@@ -58,7 +58,7 @@ export class WhyView {
     const parts = model.header.parts ?? [];
     return Promise.all(parts.map(async ({ name, mask }) => {
       const runs = await model.data.runsOf(mask);
-      const open = isAllowed(allowedOf(runs, model.data, e, query), source);
+      const open = allows(runs, model.data, e, query, source);
       return `${open ? "✓" : "✕"} ${sentence(name, 120)} ${open ? "allows" : "blocks"} it`;
     }));
   }

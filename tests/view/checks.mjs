@@ -1,0 +1,280 @@
+// What a reader sees and does on a page; each check returns plain data, which pytest judges.
+
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+
+const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+
+/** Runs before the page's own script: when the first map is painted, and which tasks are long. */
+export function observe() {
+  window.seen = { long: [], painted: null, ran: false };
+  new PerformanceObserver((list) => {
+    for (const { startTime, duration } of list.getEntries()) window.seen.long.push([startTime, duration]);
+  }).observe({ entryTypes: ["longtask"] });
+  const poll = () => {
+    const canvas = document.getElementById("clearhead")?.shadowRoot?.querySelector(".plot canvas");
+    if (canvas?.style.width) window.seen.painted = performance.now();
+    else requestAnimationFrame(poll);
+  };
+  requestAnimationFrame(poll);
+  window.shadow = () => document.getElementById("clearhead").shadowRoot;
+}
+
+const painted = (page) => page.waitForFunction(() => window.seen.painted, null, { timeout: 60000 });
+const settle = async (page) => {
+  await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 120))));
+};
+const text = (page, selector) =>
+  page.evaluate((s) => window.shadow().querySelector(s)?.textContent ?? null, selector);
+
+const table = (page, index) =>
+  page.evaluate((i) => {
+    const card = window.shadow().querySelectorAll(".question")[i];
+    return {
+      title: card.querySelector("h2")?.textContent, under: card.querySelector(".under")?.textContent,
+      rest: card.querySelector(".rest")?.textContent ?? card.querySelector(".said")?.textContent ?? null,
+      rows: [...card.querySelectorAll("tbody tr")].map((row) => [
+        Number(row.querySelector(".position").textContent), row.querySelector(".pick").textContent,
+        row.querySelector(".weight .number").textContent, row.querySelector("td.number")?.textContent ?? null,
+      ]),
+    };
+  }, index);
+
+async function download(page, name) {
+  const [got] = await Promise.all([
+    page.waitForEvent("download"),
+    page.evaluate((n) => [...window.shadow().querySelectorAll("button")].find((b) => b.textContent === n).click(), name),
+  ]);
+  return readFileSync(await got.path());
+}
+
+/** The questions, and the cells of the map as CSV. */
+export async function read(page) {
+  await painted(page);
+  await settle(page);
+  return {
+    title: await text(page, "h1"), where: await table(page, 0), who: await table(page, 1),
+    readout: await text(page, ".readout"), legend: await text(page, ".legend"), about: await text(page, ".about"),
+    heads: await page.evaluate(() => [...window.shadow().querySelectorAll(".head-name")].map((n) => n.textContent)),
+    csv: (await download(page, "CSV")).toString("utf8"),
+    wide: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
+  };
+}
+
+/** Whether the text of a page that draws no map can be read. */
+export async function words(page) {
+  await page.waitForFunction(() => window.shadow()?.querySelector(".about, [role=alert]"));
+  await settle(page);
+  return page.evaluate(() => window.shadow().textContent);
+}
+
+export async function options(page) {
+  await painted(page);
+  return page.evaluate(() => [...window.shadow().querySelectorAll("nav .field")].map((field) => [
+    field.firstChild.textContent, [...field.querySelectorAll("option")].map((o) => o.textContent),
+  ]));
+}
+
+/** Colours of the middle of cells on the canvas, and of a few pixels around. */
+export async function colours(page, { cells, queries, sources }) {
+  await painted(page);
+  await settle(page);
+  return page.evaluate(([cells, queries, sources]) => {
+    const canvas = window.shadow().querySelector(".plot canvas");
+    const context = canvas.getContext("2d");
+    const left = parseFloat(canvas.style.width) > 0 ? 108 : 0;
+    const width = parseFloat(canvas.style.width) - left - 4;
+    const height = parseFloat(canvas.style.height) - left - 4;
+    return cells.map(([query, source]) => {
+      const x = left + ((source + 0.5) * width) / sources;
+      const y = left + ((query + 0.5) * height) / queries;
+      const { data } = context.getImageData(Math.round(x) - 4, Math.round(y) - 4, 8, 8);
+      const found = new Set();
+      for (let i = 0; i < data.length; i += 4) found.add(data.slice(i, i + 3).join());
+      return [...found];
+    });
+  }, [cells, queries, sources]);
+}
+
+/** Hover previews, click locks, Esc frees. */
+export async function pointer(page) {
+  await painted(page);
+  await settle(page);
+  const box = await page.evaluate(() => {
+    const { left, top, width, height } = window.shadow().querySelector(".over").getBoundingClientRect();
+    return { left, top, width, height };
+  });
+  const at = (query, source, queries) => {
+    const side = (box.width - 112) / queries;
+    return [box.left + 108 + (source + 0.5) * side, box.top + 108 + (query + 0.5) * side];
+  };
+  const said = [];
+  const say = async () => { await settle(page); said.push([await text(page, ".readout"), (await table(page, 0)).title, page.url().split("#")[1] ?? ""]); };
+  await page.mouse.move(...at(4, 2, 7));
+  await say();
+  await page.mouse.click(...at(5, 1, 7));
+  await say();
+  await page.mouse.move(...at(3, 0, 7));
+  await say();
+  await page.keyboard.press("Escape");
+  await say();
+  return said;
+}
+
+/** The whole tour by keyboard: from the top with Tab, without a pointer. */
+export async function keyboard(page) {
+  await painted(page);
+  await settle(page);
+  const focus = () => page.evaluate(() => {
+    const e = window.shadow().activeElement;
+    return e ? `${e.tagName.toLowerCase()}.${e.className}` : "";
+  });
+  const stops = [];
+  for (let i = 0; i < 60 && !stops.some((s) => s.startsWith("button.head")); i++) {
+    await page.keyboard.press("Tab");
+    stops.push(await focus());
+  }
+  const log = { stops };
+  const press = async (...keys) => { for (const key of keys) await page.keyboard.press(key); await settle(page); };
+  await press("Enter");
+  log.head = await text(page, ".question .under");
+  await page.evaluate(() => window.shadow().querySelector(".over").focus());
+  await press("ArrowUp", "ArrowUp", "ArrowLeft");
+  log.moved = await text(page, ".readout");
+  await press("Enter");
+  log.locked = page.url().split("#")[1];
+  await press("Escape", "]");
+  log.freed = page.url().split("#")[1];
+  await press("+");
+  log.zoomed = page.url().split("#")[1];
+  await press("0", "m");
+  log.mean = await text(page, ".question .under");
+  await press("}");
+  log.layer = await text(page, ".question .under");
+  await press("/");
+  await page.keyboard.type("t3");
+  await press("Enter");
+  log.found = await text(page, ".question h2");
+  await press("Escape", "Escape", "t");
+  log.theme = await page.evaluate(() => window.shadow().querySelector(".page").dataset.theme);
+  await press("?");
+  log.help = await page.evaluate(() => window.shadow().querySelector("dialog").open);
+  await press("Escape");
+  log.closed = await page.evaluate(() => window.shadow().querySelector("dialog").open);
+  await page.evaluate(() => window.shadow().querySelector(".tokens").focus());
+  await press("Home", "ArrowRight", "Enter");
+  log.strip = await text(page, ".question h2");
+  return log;
+}
+
+export async function accessible(page) {
+  await painted(page);
+  await settle(page);
+  await page.evaluate(axe);
+  const { violations } = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+  return violations.map(({ id, impact, nodes }) => ({ id, impact, nodes: nodes.slice(0, 3).map((n) => n.html.slice(0, 200)) }));
+}
+
+export async function exported(page) {
+  await painted(page);
+  await settle(page);
+  const svg = (await download(page, "SVG")).toString("utf8");
+  const parsed = await page.evaluate((t) => {
+    const found = new DOMParser().parseFromString(t, "image/svg+xml");
+    return { names: [...new Set([...found.querySelectorAll("*")].map((e) => e.nodeName))], error: found.querySelector("parsererror")?.textContent ?? null };
+  }, svg);
+  return { svg: parsed, png: [...(await download(page, "PNG")).subarray(0, 8)], csv: (await download(page, "CSV")).toString("utf8"), ran: await page.evaluate(() => window.seen.ran) };
+}
+
+/** Times in milliseconds and memory in bytes. */
+export async function speed(page) {
+  await painted(page);
+  const first = await page.evaluate(() => window.seen.painted);
+  await page.waitForTimeout(1500);
+  const hover = await page.evaluate(async () => {
+    const root = window.shadow();
+    const over = root.querySelector(".over");
+    const box = over.getBoundingClientRect();
+    const times = [];
+    for (let i = 0; i < 30; i++) {
+      const before = root.querySelector(".readout").textContent;
+      const start = performance.now();
+      over.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 70 + i * 7, clientY: box.top + 300 + i * 9 }));
+      while (root.querySelector(".readout").textContent === before && performance.now() - start < 3000) await new Promise((r) => setTimeout(r));
+      times.push(performance.now() - start);
+      await new Promise((r) => setTimeout(r, 30));
+    }
+    return times;
+  });
+  await page.evaluate(() => { window.seen.long = []; });
+  await page.evaluate(async () => {
+    const root = window.shadow();
+    for (let i = 0; i < 40; i++) {
+      root.querySelector(".tokens").scrollTop += 200;
+      root.querySelector(".heads").scrollTop += 60;
+      scrollBy(0, 50);
+      await new Promise((r) => setTimeout(r, 40));
+    }
+  });
+  const long = await page.evaluate(() => window.seen.long.map(([, duration]) => duration));
+  // How slow this machine is now: a fixed amount of work, in milliseconds.
+  const yardstick = await page.evaluate(() => {
+    const start = performance.now();
+    let sum = 0;
+    for (let i = 0; i < 2e7; i++) sum += Math.sqrt(i);
+    return sum ? performance.now() - start : 0;
+  });
+  const heap = await page.evaluate(() => performance.memory.usedJSHeapSize);
+  return { first, hover, long, heap, yardstick };
+}
+
+/** Two widgets in one document, each with a kernel that answers messages. */
+export async function widgets(page, { script, records }) {
+  return page.evaluate(async ([text, all]) => {
+    const module = await import(URL.createObjectURL(new Blob([text], { type: "text/javascript" })));
+    const hosts = all.map(({ header, chunks }) => {
+      let listener = () => {};
+      const model = {
+        get: () => header,
+        on: (_, f) => { listener = f; },
+        send: ({ chunk, id }) => setTimeout(() => {
+          const bytes = Uint8Array.from(atob(chunks[chunk] ?? ""), (c) => c.charCodeAt(0));
+          listener({ id, error: chunk in chunks ? null : "no such chunk" }, [new DataView(bytes.buffer)]);
+        }),
+      };
+      const el = document.body.appendChild(document.createElement("div"));
+      module.default.render({ model, el });
+      return el;
+    });
+    await new Promise((r) => setTimeout(r, 1200));
+    hosts[0].shadowRoot.querySelectorAll(".head")[1].click();
+    await new Promise((r) => setTimeout(r, 400));
+    return hosts.map((el) => [el.shadowRoot.querySelector("h1").textContent, el.shadowRoot.querySelector(".question .under").textContent]).concat([[location.hash, String(Object.keys(window).includes("mount"))]]);
+  }, [script, records]);
+}
+
+/** A picture of the page, made small, as grey values. */
+export async function looks(page, { print }) {
+  await painted(page);
+  if (print) {
+    await page.emulateMedia({ media: "print" });
+    await page.evaluate(() => dispatchEvent(new Event("beforeprint")));
+  }
+  await page.waitForTimeout(700);
+  const png = (await page.screenshot()).toString("base64");
+  await page.goto("about:blank");
+  const small = await page.evaluate(async (data) => {
+    const image = new Image();
+    image.src = `data:image/png;base64,${data}`;
+    await image.decode();
+    const canvas = document.createElement("canvas");
+    canvas.width = 64;
+    canvas.height = Math.round((64 * image.height) / image.width);
+    const context = canvas.getContext("2d");
+    context.imageSmoothingQuality = "high";
+    context.drawImage(image, 0, 0, canvas.width, canvas.height);
+    const { data: pixels } = context.getImageData(0, 0, canvas.width, canvas.height);
+    return Array.from({ length: pixels.length / 4 }, (_, i) => Math.round((pixels[4 * i] + pixels[4 * i + 1] + pixels[4 * i + 2]) / 3));
+  }, png);
+  return { png, small };
+}
