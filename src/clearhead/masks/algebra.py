@@ -12,14 +12,67 @@ from torch import Tensor
 from clearhead._core import readable, value_error
 from clearhead.masks.data import dense
 from clearhead.masks.mask import Mask
-from clearhead.masks.protocol import AXES, Block, Edge, Own, Tile, Verdict, how_many
+from clearhead.masks.protocol import (
+    AXES,
+    WRITTEN,
+    Block,
+    Edge,
+    Own,
+    Tile,
+    Verdict,
+    by_parts,
+    how_many,
+)
 from clearhead.masks.ranges import Interval, complement, intersection, tidy
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
 
 
-class Pair(Mask):
+ASKED = {
+    "_at", "_block", "_explain", "_intervals", "_least", "_ranges", "_text", "_tile", "check",
+    "tensors", "to",
+}  # fmt: skip
+
+
+class Composite(Mask):
+    """A mask made of others, which it asks in the order of its parts where there are many."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        for name in ASKED & vars(cls).keys():
+            setattr(cls, name, by_parts(vars(cls)[name]))
+
+    def _compose(self, *children: Mask) -> None:
+        self.children = children
+        self._calls = any(child._calls for child in children)
+        self.weight = sum(child.weight for child in children)
+        self.depth = 1 + max((child.depth for child in children if child._calls), default=0)
+
+    def with_children(self, children: list[Any]) -> Any:
+        """The same operator on other masks."""
+        return type(self)(*children)
+
+    def __eq__(self, other: object) -> bool:
+        stack, seen = [(self, other)], set()
+        while stack:
+            one, two = stack.pop()
+            if one is two or (id(one), id(two)) in seen:
+                continue
+            seen.add((id(one), id(two)))
+            if not isinstance(one, Mask) or type(one) is not type(two):
+                return False
+            stack += zip(one.children, two.children, strict=True)
+            if not one.children and one != two:
+                return False
+        return True
+
+    @by_parts
+    def __hash__(self) -> int:
+        return hash((type(self), *map(hash, self.children)))
+
+
+class Pair(Composite):
     """Two masks joined by an operator."""
 
     _made_of = ("left", "right")
@@ -29,8 +82,8 @@ class Pair(Mask):
 
     def __init__(self, left: Mask, right: Mask):
         self.left, self.right = left, right
+        self._compose(left, right)
         self.own = Own(*(_agreed(name, left, right) for name in Own._fields))
-        self._calls = left._calls or right._calls
 
     @classmethod
     def of(cls, left: Mask | Tensor, right: Mask | Tensor) -> Any:
@@ -47,12 +100,14 @@ class Pair(Mask):
         self.right.check(sizes)
 
     def tensors(self) -> list[Tensor]:
-        return self.left.tensors() + self.right.tensors()
+        return list({id(x): x for side in self.children for x in side.tensors()}.values())
 
     def _least(self) -> int:
         return max(self.left._least(), self.right._least())
 
     def _text(self, full: bool) -> str:
+        if self.weight > WRITTEN:
+            return f"<{self.weight:,} masks composed>"
         left, right = self.left._text(full), self.right._text(full)
         left = f"({left})" if self.left._rank < self._rank else left
         right = f"({right})" if self.right._rank <= self._rank else right
@@ -82,7 +137,9 @@ def _joined(found: list[Verdict], both: bool) -> Verdict:
     against = [part for side in found if side.allowed != allowed for part in side.deciding]
     if len(agree) == 2:
         against = agree[0].contrary + agree[1].contrary
-    return Verdict(allowed, [part for side in agree for part in side.deciding], against)
+    deciding = [part for side in agree for part in side.deciding]
+    # A part that is used twice says the same twice.
+    return Verdict(allowed, list(dict.fromkeys(deciding)), list(dict.fromkeys(against)))
 
 
 def _agreed(name: str, left: Mask, right: Mask) -> int | None:
@@ -183,14 +240,15 @@ def _union(left: Interval, right: Interval) -> Interval | None:
     return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
 
 
-class Not(Mask, sign="~"):
+class Not(Composite, sign="~"):
     """All other edges."""
 
     _made_of = ("inner",)
     _rank = 3
 
     def __init__(self, inner: Mask):
-        self.inner, self.own, self._calls = inner, inner.own, inner._calls
+        self.inner, self.own = inner, inner.own
+        self._compose(inner)
 
     def to(self, device: torch.device | str) -> Mask:
         inner = self.inner.to(device)
@@ -206,6 +264,8 @@ class Not(Mask, sign="~"):
         return self.inner._least()
 
     def _text(self, full: bool) -> str:
+        if self.weight > WRITTEN:
+            return f"<{self.weight:,} masks composed>"
         text = self.inner._text(full)
         return f"~({text})" if self.inner._rank < self._rank else f"~{text}"
 

@@ -166,8 +166,7 @@ class _Reader:
         if depth > DEEPEST:
             raise self.wrong(node, f"is nested more than {DEEPEST} deep")
         if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
-            left, right = self.mask(node.left, depth + 1), self.mask(node.right, depth + 1)
-            return self.made(node, SIGNS[type(node.op)], left, right)
+            return self.chain(node, depth)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
             return Not(self.mask(node.operand, depth + 1))
         if isinstance(node, ast.Name):
@@ -175,6 +174,18 @@ class _Reader:
         if isinstance(node, ast.Call):
             return self.leaf(node, node.func, node.args, node.keywords)
         raise self.wrong(node, f"{_kind(node)} is not a mask", hint=_advice(node))
+
+    def chain(self, node: ast.BinOp, depth: int) -> Mask:
+        """Read a - b - c from its left end: such a chain is not nested."""
+        links: list[ast.BinOp] = []
+        first: ast.AST = node
+        while isinstance(first, ast.BinOp) and type(first.op) in SIGNS:
+            links.append(first)
+            first = first.left
+        mask = self.mask(first, depth + 1)
+        for link in reversed(links):
+            mask = self.made(link, SIGNS[type(link.op)], mask, self.mask(link.right, depth + 1))
+        return mask
 
     def leaf(
         self, node: ast.AST, name: ast.AST, given: list[ast.expr], named: list[ast.keyword]

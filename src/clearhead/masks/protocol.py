@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -15,6 +17,10 @@ from clearhead.masks.ranges import Interval, Ranges, tidy
 MAX_TESTED = 1 << 32
 # The number of characters of an expression inside an error.
 BRIEF = 48
+# A composite of more leaves than this asks its distinct parts one after another.
+MANY = 64
+# Composites of more leaves than this are not written out, nor nested around a user's function.
+WRITTEN, NESTED = 5_000, 300
 # The axes as an error names them.
 AXES = "(batch, head, query, source)"
 
@@ -86,6 +92,9 @@ class EdgeSet:
     _made_of: tuple[str, ...] | None = None
     _rank = 4  # how tightly the expression binds: | 0, & 1, - 2, ~ 3, a call 4
     _calls = False  # whether a user's function is called, which constrains the positions
+    weight = 1  # how many leaves its expression has, those of shared parts once for each use
+    depth = 0  # how many composites lie around a user's function
+    children: tuple[EdgeSet, ...] = ()
 
     # What a kind of mask answers.
 
@@ -287,3 +296,99 @@ def _size(name: str, size: Any) -> int:
     if size < 0:
         raise value_error(name, "is a number of positions, 0 or more", got=size)
     return size  # pyright: ignore[reportReturnType]
+
+
+class _Known(EdgeSet):
+    """A part whose answer to the present question is known."""
+
+    def __init__(self, part: EdgeSet, answer: Any):
+        self.own, self._rank, self.weight, self.answer = part.own, part._rank, part.weight, answer
+        self._at = self._tile = self._block = self._intervals = self._ranges = self._say
+        self._text = self._least = self.check = self.tensors = self.to = self._say
+
+    def _say(self, *question: Any, **more: Any) -> Any:
+        return self.answer
+
+    def _explain(self, edge: Edge, negated: bool) -> Verdict:
+        return self.answer[negated]
+
+    def __hash__(self) -> int:
+        return self.answer
+
+
+def by_parts(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a large composite ask each distinct part once, parts before wholes.
+
+    So a part that is used again costs nothing again, and the depth of an expression is not that of
+    Python's stack. A part that calls a user's function is asked by the whole, which tells it the
+    edges that are already decided.
+    """
+
+    @functools.wraps(method)
+    def ask(self: Any, *question: Any, **more: Any) -> Any:
+        if self.weight <= MANY:
+            return method(self, *question, **more)
+        if self._calls and self.depth > NESTED:
+            raise value_error(
+                "mask",
+                f"is composed at most {NESTED} deep around where(function)",
+                got=f"{self.depth} deep",
+                hint="compose the other masks first: (a & b & c) & where(function)",
+            )
+        answers: dict[int, Any] = {}
+        waiting: dict[int, int] = {}
+        order = list(_large_parts(self))
+        for part in order:
+            for child in part.children:
+                waiting[id(child)] = waiting.get(id(child), 0) + 1
+        for part in order:
+            answers[id(part)] = _answer(method, part, answers, question, more)
+            for child in part.children:
+                waiting[id(child)] -= 1
+                if not waiting[id(child)]:
+                    answers.pop(id(child), None)
+        answer = answers[id(self)]
+        return answer[question[1]] if method.__name__ == "_explain" else answer
+
+    return ask
+
+
+def _large_parts(root: EdgeSet) -> Iterator[Any]:
+    """The large composites below a mask that need no context, parts before wholes, and itself."""
+    stack, done = [(root, False)], set()
+    while stack:
+        part, ready = stack.pop()
+        if ready:
+            yield part
+        elif id(part) not in done:
+            done.add(id(part))
+            stack.append((part, True))
+            large = (c for c in part.children if c.children and c.weight > MANY)
+            stack += [(c, False) for c in large if not c._calls]
+
+
+def _answer(method: Any, part: Any, answers: dict[int, Any], question: Any, more: Any) -> Any:
+    """One part's answer from those of its parts."""
+    explains = method.__name__ == "_explain"
+    if explains:
+        question = question[:1]
+    known = [
+        child if child._calls else _Known(child, _asked(method, child, answers, question, more))
+        for child in part.children
+    ]
+    own = getattr(type(part), method.__name__).__wrapped__
+    again = part.with_children(known)
+    if not explains:
+        return own(again, *question, **more)
+    return [own(again, *question, negated) for negated in (False, True)]
+
+
+def _asked(method: Any, child: Any, answers: dict[int, Any], question: Any, more: Any) -> Any:
+    """A small part answers by itself, once."""
+    if id(child) not in answers:
+        ask = getattr(child, method.__name__)
+        if method.__name__ == "_explain":
+            answers[id(child)] = [ask(*question, negated) for negated in (False, True)]
+        else:
+            answers[id(child)] = ask(*question, **more)
+    return answers[id(child)]

@@ -89,7 +89,7 @@ def why(
     """The verdict on an edge, and the parts that decide it."""
     i, j = position("i", i, sizes.query), position("j", j, sizes.source)
     mask.check(sizes)
-    verdict = mask._explain(Edge(i, j, sizes, sample, head), negated=False)
+    verdict = mask._explain(Edge(i, j, sizes, sample, head), False)
     lines = [f"query {i} may {'' if verdict.allowed else 'not '}read source {j}"]
     verb, other = ("allowed", "blocks") if verdict.allowed else ("blocked", "allows")
     lines += [f"- {verb} by {part.text}: {part.reason}" for part in verdict.deciding]
