@@ -54,7 +54,8 @@ class Composite(Mask):
         return type(self)(*children)
 
     def __eq__(self, other: object) -> bool:
-        stack, seen = [(self, other)], set()
+        stack: list[tuple[Any, Any]] = [(self, other)]
+        seen: set[tuple[int, int]] = set()
         while stack:
             one, two = stack.pop()
             if one is two or (id(one), id(two)) in seen:
