@@ -47,7 +47,8 @@ class Composite(Mask):
         self.children = children
         self._calls = any(child._calls for child in children)
         self.weight = sum(child.weight for child in children)
-        self.depth = 1 + max((child.depth for child in children if child._calls), default=0)
+        around = [child.depth for child in children if child._calls]
+        self.depth = 1 + max(around) if around else 0
 
     def with_children(self, children: list[Any]) -> Any:
         """The same operator on other masks."""
