@@ -41,7 +41,7 @@ def attached(
     entered = interceptor(handler, modules)
     _patched.enter(entered)
     try:
-        with entered:
+        with modules.entered(), entered:
             yield entered
     finally:
         _patched.leave(entered)

@@ -44,6 +44,10 @@ class Handler:
     def unseen(self, module: str, reason: str) -> None:
         """Receive the reason why something that looks like attention cannot be seen."""
 
+    def failed(self, module: str, reason: str) -> None:
+        """Receive the reason why a call of attention cannot be read, and runs as it is."""
+        self.unseen(module, reason)
+
     def elsewhere(self, module: str, reason: str) -> None:
         """Receive how weights of a call meet a value in a product that is no call."""
         self.unseen(module, reason)

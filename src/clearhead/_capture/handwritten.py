@@ -15,11 +15,13 @@ from torch.nn.parameter import Parameter
 
 from clearhead._capture.call import EagerCall
 from clearhead._capture.handler import Handler
-from clearhead._capture.modules import Sites
+from clearhead._capture.modules import Sites, in_short
 from clearhead._capture.products import Axes, ValueProduct, axes_of
 from clearhead._capture.provenance import (
     DIVISIONS,
+    DROPOUTS,
     EXPONENTIALS,
+    LOG_SOFTMAXES,
     MULTIPLICATIONS,
     PRODUCTS,
     SOFTMAXES,
@@ -29,6 +31,7 @@ from clearhead._capture.provenance import (
     tensors,
     version,
 )
+from clearhead._core import has_values, unobserved
 
 __all__ = ["HANDWRITTEN", "Handwritten", "folding"]
 
@@ -42,6 +45,8 @@ class Handwritten:
     def __init__(self, handler: Handler, provenance: Provenance, sites: Sites) -> None:
         self._handler, self._provenance, self._sites = handler, provenance, sites
         self._pending: dict[int, str] = {}
+        # The modules that mix positions in a form that is not followed, with the reason.
+        self.mixing: dict[str, str] = {}
 
     @property
     def unmet(self) -> set[str]:
@@ -52,21 +57,51 @@ class Handwritten:
         """Run a softmax; of the product of two activations its result may be weights."""
         scores = args[0] if args else kwargs["input"]
         origin = self._provenance.origin(scores)
-        scored = origin is not None and origin.product is not None and scores.ndim
-        if origin is None or not scored or not self._sites.listening:
+        if not isinstance(scores, Tensor) or not self._sites.listening:
             return self._provenance.run(func, args, kwargs)
-        dim = kwargs["dim"] if "dim" in kwargs else (args[1] if len(args) > 1 else None)
+        if origin is None or origin.product is None or not scores.ndim:
+            weights = self._provenance.run(func, args, kwargs)
+            self._mark_opaque(scores, weights)
+            return weights
         if kwargs.get("out") is not None:
             scores = scores.clone()  # it may be written over
         weights = func(*args, **kwargs)
-        self._remember(origin, scores, weights, (-1 if dim is None else dim) % scores.ndim)
+        dim = kwargs["dim"] if "dim" in kwargs else (args[1] if len(args) > 1 else None)
+        dim = (_implicit_axis(scores.ndim) if dim is None else dim) % scores.ndim
+        if func in LOG_SOFTMAXES:
+            self._provenance.mark(weights, replace(origin, log=(scores, dim)))
+        else:
+            self._remember(origin, scores, weights, dim)
         return weights
+
+    def _mark_opaque(self, scores: Tensor, weights: Tensor) -> None:
+        """Mark the softmax of what no function of torch made: it may be attention, unseen."""
+        origin = self._provenance.origin(scores)
+        if (origin is None and not self._provenance.learned(scores)) or (origin and origin.foreign):
+            root = self._provenance.root() if origin is None else origin.root
+            self._provenance.mark(weights, Origin(root, opaque=True))
+
+    def dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run dropout; the weights before it are kept where it writes over them."""
+        given = args[0] if args else kwargs.get("input")
+        origin = self._provenance.origin(given)
+        found = None if origin is None else origin.softmax
+        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):
+            edited = found.edited
+            found.weights = found.weights.clone()
+            found.versions = version(found.scores), version(found.weights)
+            found.written = found.written or edited
+        return self._provenance.run(func, args, kwargs)
 
     def exponential(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an exponential; divided by its sum it is a softmax."""
         origin = self._provenance.origin(args[0]) if args else None
         if origin is None or origin.product is None or not self._sites.listening:
             return self._provenance.run(func, args, kwargs)
+        if origin.log is not None:
+            out = func(*args, **kwargs)
+            self._remember(origin, origin.log[0], out, origin.log[1], divided=True)
+            return out
         scores = args[0].clone() if func is torch.Tensor.exp_ else args[0]
         out = func(*args, **kwargs)
         self._provenance.mark(out, replace(origin, exp=scores))
@@ -107,7 +142,13 @@ class Handwritten:
             return out
         for at, weights in enumerate(operands):
             origin = self._provenance.origin(weights)
-            if origin is None or origin.softmax is None:
+            if origin is not None and origin.exp is not None and not at:
+                origin = self._normalized(origin, weights)
+            if origin is None:
+                continue
+            if not self._projects(operands[1 - at]):
+                self._report_mixing(origin, operands[1 - at], at)
+            if origin.softmax is None:
                 continue
             if not origin.softmax.used:
                 pair, into = (weights, operands[1 - at]), kwargs.get("out") is not None
@@ -120,6 +161,32 @@ class Handwritten:
         else:
             self._mark_scores(operands, out, kwargs.get("alpha", 1.0))
         return out
+
+    def _normalized(self, origin: Origin, weights: Tensor) -> Origin | None:
+        """Take an exponential for a softmax where its rows sum to one, or to zero."""
+        scores = origin.exp
+        if scores is None or origin.order or weights.shape != scores.shape or not scores.numel():
+            return origin
+        if self._sites.unreadable([weights]) or not has_values(weights):
+            return origin
+        with torch._C.DisableTorchFunction(), torch.no_grad(), unobserved(weights):
+            total = weights.float().sum(-1)
+            off = torch.minimum((total - 1).abs(), total.abs()).max().item()
+            if not off <= 1e-4 + 8 * torch.finfo(weights.dtype).eps:
+                return origin
+            scores = scores.masked_fill(weights == 0, -math.inf)
+        self._remember(origin, scores, weights, scores.ndim - 1, divided=True)
+        return self._provenance.origin(weights)
+
+    def _report_mixing(self, origin: Origin, other: Tensor, at: int) -> None:
+        """Report attention of a form that is not followed, where its weights meet a value."""
+        module = self._sites.running
+        if origin.opaque and at == 0:
+            self._handler.unseen(module, _OPAQUE)
+        elif origin.exp is not None and at == 0:
+            self.mixing.setdefault(module, _UNDIVIDED)
+        elif origin.mixes and self._provenance.origin(other) is not None:
+            self.mixing.setdefault(module, _MIXES)
 
     def multiplication(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an elementwise product; with one more axis than the weights have, of values."""
@@ -145,6 +212,7 @@ class Handwritten:
     def _mark_scores(self, operands: list[Tensor], out: Tensor, alpha: float) -> None:
         """Mark the product of two activations: it may be scores."""
         origins = [self._provenance.origin(x) for x in operands]
+        mixes = None not in origins and self._mixes_positions(operands, out)
         left, right = (
             origin.root if origin else self._provenance.root(x)
             for origin, x in zip(origins, operands, strict=True)
@@ -153,25 +221,36 @@ class Handwritten:
         heads = next((origin.heads for origin in known if origin.heads), None)
         scales = [alpha, *(origin.scale for origin in known)]
         scale = None if None in scales else math.prod(scales)
-        origin = Origin(left, product=(left, right), heads=heads, scale=scale)
+        origin = Origin(left, product=(left, right), heads=heads, scale=scale, mixes=mixes)
         self._provenance.mark(out, origin)
+
+    def _mixes_positions(self, operands: list[Tensor], out: Tensor) -> bool:
+        """Whether a product is position by position, or sums over the positions."""
+        positions = self._sites.positions
+        if {*out.shape[-2:]} <= positions:
+            return True
+        left, right = operands
+        summed = {*left.shape} & {*right.shape} - {*out.shape}
+        return bool(summed & positions)
 
     def _attention(self, product: ValueProduct) -> Tensor:
         """Report a product of weights and value to the handler, which may change the context."""
         found, out = product.softmax, product.out
         self._pending.pop(id(found), None)
-        axes = axes_of(product)
-        if isinstance(axes, str):
-            found.elsewhere = axes
-            self._handler.unseen(found.module, axes)
+        axes = self._axes(product)
+        if axes is None:
+            return out
+        interface = self._sites.interface
+        try:
+            call, lead = _described(product, axes)
+            context = out.permute(axes.context)
+        except Exception as error:  # what a model does must run, described or not
+            self._handler.failed(found.module, f"its call could not be read ({in_short(error)})")
             return out
         found.used = True
-        interface = self._sites.interface
-        call, lead = _described(product, axes)
         how = "eager" if interface else "handwritten"
         call = replace(call, key=interface.key if interface else None, how=how)
         located = self._sites.locate(call, found.roots)
-        context = out.permute(axes.context)
         with torch._C.DisableTorchFunction():
             four = context.reshape(*lead, *context.shape[-2:])
             changed = self._handler.after(located, four)
@@ -186,6 +265,44 @@ class Handwritten:
         self._provenance.mark(out, Origin(product.origin.root))
         return out
 
+    def _axes(self, product: ValueProduct) -> Axes | None:
+        """Find the axes of a product, or report why there are none."""
+        found = product.softmax
+        reason = self._sites.unreadable([product.weights, product.value, found.scores])
+        if reason is not None:
+            self._handler.failed(found.module, reason)
+            self._sites.seen()
+            return None
+        axes = axes_of(product)
+        if isinstance(axes, Axes):
+            return axes
+        found.elsewhere = axes
+        self._handler.unseen(found.module, axes)
+        return None
+
+
+def _implicit_axis(ndim: int) -> int:
+    """Give the axis that `F.softmax` takes where none is given."""
+    return 0 if ndim in (0, 1, 3) else 1
+
+
+def _shares(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of the same."""
+    one, two = (x if x._base is None else x._base for x in (tensor, other))
+    return one is two
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of dropout writes over its input."""
+    return func.__name__.endswith("_") or bool(kwargs.get("inplace", args[3:4] == (True,)))
+
+
+_OPAQUE = (
+    "the scores of its softmax are of no product that torch shows: "
+    "they are given, or made in TorchScript or a compiled extension"
+)
+_UNDIVIDED = "its exponential of scores meets a value before it is divided by its sum"
+_MIXES = "it mixes positions by a product of two activations that meets a third without a softmax"
 
 # How many heads torch's own multi-head function, while it runs in this thread, has in the batch.
 _folded = threading.local()
@@ -204,7 +321,8 @@ def folding(heads: int) -> Iterator[None]:
 
 # What a call of each function is handled by.
 HANDWRITTEN = {
-    **dict.fromkeys(SOFTMAXES, Handwritten.softmax),
+    **dict.fromkeys(SOFTMAXES | LOG_SOFTMAXES, Handwritten.softmax),
+    **dict.fromkeys(DROPOUTS, Handwritten.dropout),
     **dict.fromkeys(PRODUCTS, Handwritten.product),
     **dict.fromkeys(EXPONENTIALS, Handwritten.exponential),
     **dict.fromkeys(DIVISIONS, Handwritten.division),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,9 +20,10 @@ from clearhead._capture.call import Call
 from clearhead._capture.describe import Additive
 from clearhead._capture.handler import Handler
 from clearhead._capture.handwritten import HANDWRITTEN, Handwritten, folding
-from clearhead._capture.modules import Modules, Sites
+from clearhead._capture.modules import Modules, Sites, in_short
 from clearhead._capture.provenance import Origin, Provenance
 from clearhead._capture.transformers import ungrouped
+from clearhead._core import has_values, is_refusal, unobserved
 from clearhead.attention import attend
 
 __all__ = ["Interceptor"]
@@ -37,13 +38,14 @@ class Interceptor(TorchFunctionMode):
         self.provenance = Provenance()
         self.sites = Sites(modules, self.provenance, handler.reads_values)
         self.handwritten = Handwritten(handler, self.provenance, self.sites)
-        self._thread = threading.get_ident()
+        modules.on_inputs = self.provenance.mark_inputs
+        self.provenance.on_error = self.sites.not_followed(handler)
         self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
 
     @property
     def here(self) -> bool:
-        """Whether the code runs in the thread that is watched."""
-        return threading.get_ident() == self._thread
+        """Whether the code runs in the thread, and the task, that is watched."""
+        return self.modules.here
 
     def __torch_function__(
         self,
@@ -53,6 +55,8 @@ class Interceptor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.modules.here:
+            return func(*args, **kwargs)
         if func in HANDWRITTEN:
             return HANDWRITTEN[func](self.handwritten, func, args, kwargs)
         if func in _FUSED:
@@ -78,39 +82,65 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+
+        def described() -> Call:
+            return describe.from_sdpa(**ungrouped(self.sites.interface, given), split=self.split)
+
+        call = self.described(described, given, given.get("query"), given.get("key"))
+        if call is None:
+            return func(*args, **kwargs)
         query, key, value = given["query"], given["key"], given["value"]
         lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
         shape = (*lead, *query.shape[-3:-1], value.shape[-1])
-        with torch._C.DisableTorchFunction():
-            call = describe.from_sdpa(**ungrouped(self.sites.interface, given), split=self.split)
-        located = self.sites.locate(call, self.sites.roots(query, key))
-        return self.run_call(located, lambda: func(*args, **kwargs), shape, query)
+        return self.run_call(call, lambda: func(*args, **kwargs), shape, query)
 
     def attend(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle `clearhead.attend`."""
+        run = functools.partial(func, *args, **kwargs)
         if not self.sites.listening:
-            return func(*args, **kwargs)
+            return run()
         query, key, value = args[:3]
-        with torch._C.DisableTorchFunction():
-            call = describe.from_attend(*args, **kwargs)
+        describes = functools.partial(describe.from_attend, *args, **kwargs)
+        call = self.described(describes, (args, kwargs), query, key)
+        if call is None:
+            return run()
         shape = (*query.shape[:-1], value.shape[-1])
         if kwargs.get("read") is None:
-            located = self.sites.locate(call, self.sites.roots(query, key))
-            return self.run_call(located, lambda: func(*args, **kwargs), shape, query)
-        return self._with_others(call, lambda: func(*args, **kwargs), shape, query, key)
+            return self.run_call(call, run, shape, query)
+        return self._with_others(call, run, shape, query)
 
     def flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle the operator below `flex_attention`, which returns context, lse and max."""
+        run = functools.partial(func, *args, **kwargs)
         if not self.sites.listening:
-            return func(*args, **kwargs)
+            return run()
         query, key, value = args[:3]
-        with torch._C.DisableTorchFunction():
-            call = describe.from_flex(*args[:6])
-        shape = (*query.shape[:-1], value.shape[-1])
-        return self._with_others(call, lambda: func(*args, **kwargs), shape, query, key)
+        describes = functools.partial(describe.from_flex, *args[:6])
+        call = self.described(describes, args[:3], query, key)
+        if call is None:
+            return run()
+        return self._with_others(call, run, (*query.shape[:-1], value.shape[-1]), query)
+
+    def described(
+        self, describes: Callable[[], Call], given: Any, query: Any, key: Any
+    ) -> Call | None:
+        """Describe and locate a call; report one that cannot be read, and give None."""
+        reason = self.sites.unreadable(given)
+        if reason is None:
+            try:
+                with torch._C.DisableTorchFunction():
+                    call = describes()
+                return self.sites.locate(call, self.sites.roots(query, key))
+            except Exception as error:
+                if is_refusal(error):
+                    raise
+                reason = f"its call could not be read ({in_short(error)})"
+        self.handler.failed(self.sites.running, reason)
+        self.sites.seen()
+        return None
 
     def _with_others(
-        self, call: Call, run: Callable[[], Any], shape: tuple[int, ...], query: Tensor, key: Tensor
+        self, call: Call, run: Callable[[], Any], shape: tuple[int, ...], query: Tensor
     ) -> tuple[Any, ...]:
         """Run a call of a kernel that returns more than the context."""
         others: list[Any] = []
@@ -120,8 +150,7 @@ class Interceptor(TorchFunctionMode):
             others.extend(more)
             return made
 
-        located = self.sites.locate(call, self.sites.roots(query, key))
-        made = self.run_call(located, context, shape, query)
+        made = self.run_call(call, context, shape, query)
         if not others:
             # Another context took the place of the kernel's: its other results are still needed.
             with torch._C.DisableTorchFunction():
@@ -160,9 +189,12 @@ class Interceptor(TorchFunctionMode):
 
     def split(self, mask: Tensor) -> Additive:
         """Separate blocked entries from a bias, once for a mask that many layers share."""
-        if torch._C._len_torch_dispatch_stack():
-            # Only shapes are needed: there are no values to read.
-            return Additive(None, None, None)
+        if not has_values(mask):
+            return Additive(None, None, None)  # only shapes are needed
+        with unobserved(mask):
+            return self._split_once(mask)
+
+    def _split_once(self, mask: Tensor) -> Additive:
         if mask.is_inference():  # its edits in place are not counted
             return describe.split_additive(mask)
         found = self._split.get(id(mask))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
+import math
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +19,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from clearhead._capture.call import Call
-from clearhead._capture.provenance import Provenance
+from clearhead._capture.handler import Handler
+from clearhead._capture.provenance import Provenance, tensors
 from clearhead._capture.transformers import InterfaceCall, called_positions, declares_cross
-from clearhead._core import value_error
+from clearhead._core import is_mapped, value_error
 
-__all__ = ["Modules", "Sites", "nothing_seen"]
+__all__ = ["Modules", "Sites", "in_short", "nothing_seen"]
 
 _ATTENDS = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXES = re.compile(r"mamba|ssm|rwkv|lstm|gru|rnn|hyena|retention|conv|fourier|fnet|mixer", re.I)
@@ -28,6 +32,10 @@ _RECURS = re.compile(
     r"mamba|mixer|ssm|rwkv|lstm|gru|rnn|hyena|retention|recurrent|deltanet|linearattention"
     r"|shortconv|fourier",
     re.IGNORECASE,
+)
+# The watched models, by a token each, that the running context has entered.
+_entered: contextvars.ContextVar[frozenset[object]] = contextvars.ContextVar(
+    "entered", default=frozenset()
 )
 _CHECKPOINTS = torch.utils.checkpoint.__file__
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -43,10 +51,34 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def _current_task() -> Any:
+    """Give the task of asyncio that runs now, if any."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return None if asyncio is None else asyncio.current_task()
+    except RuntimeError:  # no loop runs
+        return None
+
+
+def in_short(error: Exception) -> str:
+    """Give the type and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def _needs_gradient(context: Any) -> bool:
     """Whether this belongs to an autograd function, whose forward runs, with a gradient."""
     known = isinstance(context, torch.autograd.function.FunctionCtx)
     return known and any(context.needs_input_grad)
+
+
+def _positions(x: Tensor) -> Iterator[int]:
+    """Give the sizes of an input that may be a number of positions."""
+    if x.ndim < 4:
+        yield from x.shape[:-1] if x.is_floating_point() else x.shape[1:]
+        return
+    yield x.shape[-2]
+    yield math.prod(x.shape[2:])
+    yield math.prod(x.shape[1:-1])
 
 
 def _alike(pair: tuple[str, str]) -> bool:
@@ -73,8 +105,10 @@ class Modules:
         self._learning = True
         self.on_start: Callable[[str], None] = lambda name: None
         self.on_end: Callable[[str, int | None], None] = lambda name, count: None
+        self.on_inputs: Callable[[Any], None] = lambda given: None
         self._stack: list[str] = []
-        self._thread = threading.get_ident()
+        self._given: list[Any] = []
+        self._thread, self._task, self._token = threading.get_ident(), _current_task(), object()
         named = list(model.named_modules()) if isinstance(model, nn.Module) else []
         self._modules = {_plain(name): module for name, module in named}
         for name, module in self._modules.items():
@@ -83,6 +117,25 @@ class Modules:
             else:
                 self.names[id(module)] = name
         self.eager = len(named) == len(self._modules) and not self.compiled
+
+    @property
+    def here(self) -> bool:
+        """Whether the code runs in the thread that watches, and in its task or one that it made.
+
+        A block that a task entered, and outlived, is watched by the whole thread.
+        """
+        if threading.get_ident() != self._thread:
+            return False
+        return self._task is None or self._task.done() or self._token in _entered.get()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Mark what runs inside the block, and tasks that are made there."""
+        _entered.set(_entered.get() | {self._token})
+        try:
+            yield
+        finally:
+            _entered.set(_entered.get() - {self._token})
 
     @property
     def compiled(self) -> list[nn.Module]:
@@ -120,6 +173,12 @@ class Modules:
     def current(self) -> str:
         """The dotted name of the innermost running module."""
         return self._stack[-1] if self._stack else ""
+
+    @property
+    def positions(self) -> set[int]:
+        """The sizes that may be numbers of positions, of what the running modules were given."""
+        sizes = {size for x in tensors(self._given) for size in _positions(x)}
+        return sizes - {0, 1}
 
     def named(self, module: Any) -> str:
         """Give the dotted name of a module of the model."""
@@ -176,23 +235,27 @@ class Modules:
     ) -> Iterator[None]:
         """Keep a module on the stack while it runs; note one that runs in another thread."""
         name = self.names[id(module)]
-        if threading.get_ident() != self._thread:
-            self.elsewhere.add(name)
+        if not self.here:
+            if threading.get_ident() != self._thread:
+                self.elsewhere.add(name)
             yield
             return
         self.ran.add(name)
         if not self._stack:
             self._learning = torch.is_grad_enabled()
         self.fast = self.fast or self.takes_fast_path(module, args)
-        before = list(self._stack)
+        before, given = list(self._stack), list(self._given)
+        if not before:
+            self.on_inputs((args, kwargs))
         self._stack.append(name)
+        self._given.append((args, kwargs))
         self.on_start(name)
         try:
             yield
-            self._stack[:] = before
+            self._stack[:], self._given[:] = before, given
             self.on_end(name, called_positions(args, kwargs))
         finally:
-            self._stack[:] = before
+            self._stack[:], self._given[:] = before, given
 
 
 class Sites:
@@ -211,6 +274,11 @@ class Sites:
     def listening(self) -> bool:
         """Whether a call made now belongs to the model, and is not recomputed by a checkpoint."""
         return self._modules.active and torch._C._current_graph_task_id() == -1
+
+    @property
+    def positions(self) -> set[int]:
+        """The sizes that may be numbers of positions."""
+        return self._modules.positions
 
     @property
     def running(self) -> str:
@@ -235,6 +303,26 @@ class Sites:
         """Note that the call in progress of an attention interface has been seen."""
         if self._through:
             self._through[-1].seen = True
+
+    def unreadable(self, given: Any) -> str | None:
+        """Say why nobody may read the tensors of a call, if so."""
+        for tensor in tensors(given):
+            if tensor.is_nested:
+                return "its tensors are nested (jagged), and one weight map has no such lengths"
+            if is_mapped(tensor):
+                return "it runs inside of torch.vmap, where no values can be read"
+        return None
+
+    def not_followed(self, handler: Handler) -> Callable[[Any, Exception], None]:
+        """Report to a handler a function whose result could not be followed."""
+
+        def report(func: Any, error: Exception) -> None:
+            name = getattr(func, "__name__", str(func))
+            handler.unseen(
+                self.running, f"the result of {name} could not be followed ({in_short(error)})"
+            )
+
+        return report
 
     def roots(self, query: Tensor, key: Tensor) -> tuple[int, int] | None:
         """Give what query and key descend from, where both are known."""

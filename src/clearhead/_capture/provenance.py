@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "DIVISIONS",
+    "DROPOUTS",
     "EXPONENTIALS",
+    "LOG_SOFTMAXES",
     "MULTIPLICATIONS",
     "PRODUCTS",
     "SOFTMAXES",
@@ -41,13 +43,16 @@ PRODUCTS = {
     torch.Tensor.baddbmm,
 }
 SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax}
+LOG_SOFTMAXES = {F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax}
+LOG_SOFTMAXES |= {torch.special.log_softmax}
 EXPONENTIALS = {torch.exp, torch.Tensor.exp, torch.Tensor.exp_}
 DIVISIONS = {torch.div, torch.true_divide, torch.divide, torch.Tensor.div, torch.Tensor.divide}
 DIVISIONS |= {torch.Tensor.__truediv__, torch.Tensor.div_, torch.Tensor.__itruediv__}
 _INSERTS = {torch.cat, torch.concat, torch.Tensor.index_copy_, torch.Tensor.copy_}
 _INSERTS |= {torch.Tensor.index_copy, torch.Tensor.__setitem__, torch.Tensor.scatter_}
 _FORGET = {torch.nn.functional.embedding, torch.argmax, torch.Tensor.argmax}
-_DROPOUTS = {F.dropout, F.dropout1d, F.alpha_dropout, torch.dropout}
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_}
+DROPOUTS |= {F.alpha_dropout, F.feature_alpha_dropout, torch.feature_dropout_}
 MULTIPLICATIONS = {torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.multiply}
 MULTIPLICATIONS |= {torch.Tensor.__mul__, torch.Tensor.__rmul__}
 _FACTORS = {
@@ -124,6 +129,10 @@ class Origin:
     dropped: bool = False  # whether dropout acted on it
     scale: float | None = 1.0  # the factor that multiplied it since its projection, where known
     exp: Tensor | None = None  # the scores whose exponential it is
+    log: tuple[Tensor, int] | None = None  # the scores, and the axis, whose log-softmax it is
+    mixes: bool = False  # of a product: whether it is of positions, or sums over them
+    foreign: bool = False  # whether no function of torch made it
+    opaque: bool = False  # whether it is the softmax of something foreign
     edited: bool = False  # whether weights are more than moved: multiplied, clipped, ...
 
 
@@ -137,6 +146,7 @@ class Provenance:
     def __init__(self) -> None:
         self._table: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._roots = 0
+        self.on_error: Callable[[Any, Exception], None] = lambda func, error: None
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
@@ -170,8 +180,15 @@ class Provenance:
         self._roots += 1
         for tensor in found:
             if isinstance(tensor, Tensor) and not isinstance(tensor, Parameter):
-                self.mark(tensor, Origin(self._roots))
+                self.mark(tensor, Origin(self._roots, foreign=True))
         return self._roots
+
+    def mark_inputs(self, given: Any) -> None:
+        """Make the activations that a model is called with roots."""
+        for tensor in tensors(given):
+            if tensor.is_floating_point() and self._entry(tensor) is None:
+                self._roots += 1
+                self.mark(tensor, Origin(self._roots))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and follow where its result comes from."""
@@ -181,6 +198,12 @@ class Provenance:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Let the result of a call inherit the origin of its (first) known argument."""
+        try:
+            self._follow(func, args, kwargs, out)
+        except Exception as error:  # what a model does must run, followed or not
+            self.on_error(func, error)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if not isinstance(out, (Tensor, tuple, list)):
             if func is torch.Tensor.__setitem__:
                 self._written(args[0])
@@ -194,14 +217,16 @@ class Provenance:
             known = Origin(known.root)
         elif learned and known.product is None:
             known = replace(known, scale=1.0)
-        elif func in _DROPOUTS and _drops(*args, **kwargs):
+        elif func in DROPOUTS and _drops(*args, **kwargs):
             known = replace(known, dropped=True)
         elif func in _FACTORS and len(args) == 2:
             factor = args[1] if self.origin(args[0]) is not None else args[0]
             known = _scaled(known, factor, _FACTORS[func])
-        if known.softmax is not None and func not in _MOVES and func not in _DROPOUTS:
+        if known.softmax is not None and func not in _MOVES and func not in DROPOUTS:
             self._written(out)
             known = replace(known, edited=True)
+        if known.log is not None and func not in _MOVES:
+            known = replace(known, log=None)
         for tensor in tensors(out):
             if tensor.is_floating_point():
                 self.mark(tensor, _inherit(known, func, args, kwargs, tensor))
@@ -253,7 +278,8 @@ def _inherit(known: Origin, func: Any, args: Any, kwargs: Any, out: Tensor) -> O
     if source is None:
         return known
     if func in _SWAPS:
-        return known if known.softmax is None else _reordered(known, func, source, args, kwargs)
+        followed = known.softmax is not None or known.exp is not None or known.log is not None
+        return known if not followed else _reordered(known, func, source, args, kwargs)
     if out.shape != source.shape:
         if known.order is not None and out.ndim != source.ndim:
             known = replace(known, order=_LOST)

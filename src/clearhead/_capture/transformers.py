@@ -63,6 +63,10 @@ class Listener(Protocol):
         """Run a block without interception."""
         ...
 
+    def described(self, describes: Any, given: Any, query: Any, key: Any) -> Any:
+        """Describe and locate a call, or report that it cannot be read."""
+        ...
+
     def run_call(self, call: Any, run: Any, shape: Any, query: Tensor) -> Tensor:
         """Run a call of a kernel between `before` and `after` of the handler."""
         ...
@@ -245,10 +249,13 @@ def _observed(interceptor: Listener, name: str, function: Any) -> Callable[..., 
         named = interceptor.modules.named(module)
         with interceptor.sites.through(InterfaceCall(named, name, query, key, value)) as call:
             if name.startswith(_OPAQUE):
-                described = _described(
-                    name, interceptor, module, query, key, value, *args, **kwargs
+                given = (query, key, value, *args)
+                describes = functools.partial(
+                    _described, name, interceptor, module, *given, **kwargs
                 )
-                return _run_opaque(interceptor, described, query, run)
+                described = interceptor.described(describes, given, query, key)
+                if described is not None:
+                    return _run_opaque(interceptor, described, query, run)
             answer = run()
         if not call.seen:
             interceptor.handler.unseen(named, f"the attention function {name!r} hides its calls")
@@ -278,7 +285,7 @@ def _described(
     if bias is not None:
         bias = bias[..., : key.shape[2]]
         bias = bias if call.bias is None else bias + call.bias
-    call = replace(
+    return replace(
         call,
         mask=mask,
         bias=call.bias if bias is None else bias,
@@ -287,7 +294,6 @@ def _described(
         dropout=kwargs.get("dropout") or 0.0,
         how=name,
     )
-    return interceptor.sites.locate(call, interceptor.sites.roots(query, key))
 
 
 def _rank4_mask(mask: Any, source: int) -> Tensor | None:

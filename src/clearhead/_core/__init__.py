@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from clearhead._core import errors
-from clearhead._core.errors import did_you_mean, type_error, value_error, warn
+from clearhead._core.errors import did_you_mean, is_refusal, type_error, value_error, warn
 from clearhead._core.files import link_target, remove_parts, replacing
 from clearhead._core.indices import is_number, numbers, position
 from clearhead._core.locks import is_file_at, take_lock
 from clearhead._core.signals import StopRequests
 from clearhead._core.sizes import Sizes
-from clearhead._core.transforms import active_transforms, readable
+from clearhead._core.transforms import (
+    active_transforms,
+    has_values,
+    is_mapped,
+    plain,
+    readable,
+    unobserved,
+)
 
 __all__ = [
     "Sizes",
@@ -17,16 +24,21 @@ __all__ = [
     "active_transforms",
     "did_you_mean",
     "errors",
+    "has_values",
     "is_file_at",
+    "is_mapped",
     "is_number",
+    "is_refusal",
     "link_target",
     "numbers",
+    "plain",
     "position",
     "readable",
     "remove_parts",
     "replacing",
     "take_lock",
     "type_error",
+    "unobserved",
     "value_error",
     "warn",
 ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["did_you_mean", "type_error", "value_error", "warn"]
+__all__ = ["did_you_mean", "is_refusal", "type_error", "value_error", "warn"]
+
+_Error = TypeVar("_Error", ValueError, TypeError)
 
 
 def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
@@ -22,12 +24,22 @@ def value_error(argument: str, rule: str, **parts: Any) -> ValueError:
 
     `got` is what was passed, `shapes` maps names to shapes (or tensors), `hint` is what to do.
     """
-    return ValueError(_message(argument, rule, **parts))
+    return _of_argument(argument, ValueError(_message(argument, rule, **parts)))
 
 
 def type_error(argument: str, rule: str, **parts: Any) -> TypeError:
     """Build the TypeError for an argument of a wrong type or dtype; parts as in `value_error`."""
-    return TypeError(_message(argument, rule, **parts))
+    return _of_argument(argument, TypeError(_message(argument, rule, **parts)))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error was built here, about an argument of the user's."""
+    return hasattr(error, "argument")
+
+
+def _of_argument(argument: str, error: _Error) -> _Error:
+    setattr(error, "argument", argument)  # noqa: B010  (an error declares no attributes)
+    return error
 
 
 def warn(argument: str, rule: str, **parts: Any) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["active_transforms", "readable"]
+__all__ = ["active_transforms", "has_values", "is_mapped", "plain", "readable", "unobserved"]
 
 # Every call checks these; a global name is found faster than a chain of attributes.
 _is_compiling = torch.compiler.is_compiling
 _functorch_stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+_is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+_unwrapped = torch._C._functorch.get_unwrapped  # pyright: ignore[reportAttributeAccessIssue]
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_trace = torch._C._get_tracing_state
 
@@ -45,3 +50,42 @@ def readable(values: Tensor) -> bool:
         and not _is_functorch_tensor(values)
         and not _count_dispatch_modes()
     )
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether `torch.vmap` maps over a tensor, so that nobody may read its values."""
+    while _is_functorch_tensor(tensor):
+        if _is_batched(tensor):
+            return True
+        tensor = _unwrapped(tensor)
+    return False
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Give the values of a tensor without the wrappers of `torch.func`, and without its subclass.
+
+    Subclasses that are more than a tensor with another name, as fake tensors, stay what they are.
+    """
+    while _is_functorch_tensor(tensor):
+        tensor = _unwrapped(tensor)
+    if type(tensor) is Tensor or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return tensor
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor if own else tensor.as_subclass(Tensor)
+
+
+def unobserved(values: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Hide operations on these values from dispatch modes, as those that count operations.
+
+    Not from those under which there are no values: fake tensors have only shapes.
+    """
+    if not _count_dispatch_modes() or not has_values(values):
+        return contextlib.nullcontext()
+    return _disable_current_modes()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values, whoever may read them: not on the meta device, nor fake."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return fake is None and not tensor.is_meta and not own

@@ -191,6 +191,10 @@ class Cutter(Handler):
             raise RuntimeError(text.replace("watch:", f"{name}:", 1))
         cut.selection.check(self.totals, self.names)
 
+    def failed(self, module: str, reason: str) -> None:
+        """Refuse to run a call that cannot be cut."""
+        raise RuntimeError(f"{module or 'the model'}: attention that cannot be cut: {reason}")
+
     def unseen(self, module: str, reason: str) -> None:
         """Note an attention that cannot be cut."""
         self.notes.append(f"{module or 'the model'}: not seen, {reason}")

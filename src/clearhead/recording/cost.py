@@ -53,6 +53,10 @@ class CallSizes(Handler):
         """Keep the layer and the sizes of a call."""
         self.calls.append((call.layer, call.sizes))
 
+    def failed(self, module: str, reason: str) -> None:
+        """Raise: without this call the estimate would be too small."""
+        raise RuntimeError(f"{module or 'the model'}: attention of unknown size: {reason}")
+
 
 def run_once(
     model: Callable[..., Any], inputs: Any, watched: Callable[[], AbstractContextManager[Any]]

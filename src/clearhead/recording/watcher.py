@@ -348,7 +348,10 @@ class Watcher(Handler):
         for module in sorted(modules.scripted):
             self.unseen(module, "it is TorchScript")
         for module in sorted(interceptor.handwritten.unmet - seen):
-            self.unseen(module, "its softmax of a product was not multiplied by a value")
+            self.unseen(module, "its softmax of a product met no value in a product that is seen")
+        for module, reason in interceptor.handwritten.mixing.items():
+            if module not in seen:
+                self.unseen(module, reason)
         for module in modules.in_threads():
             self.unseen(module, "it ran in another thread than the watch")
         for module in modules.overlooked(seen | self._unseen):
