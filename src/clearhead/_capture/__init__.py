@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from clearhead._capture.attach import active_handlers, attached
-from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, unmasked
+from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, plain_call, unmasked
 from clearhead._capture.calling import call_with, watchable
 from clearhead._capture.describe import from_sdpa
 from clearhead._capture.handler import Handler
 from clearhead._capture.intercept import Interceptor
-from clearhead._capture.modules import Modules, nothing_seen
+from clearhead._capture.modules import Modules, in_short, nothing_seen
 from clearhead._capture.provenance import SOFTMAXES
 from clearhead._capture.recompute import (
     call_mask,
@@ -38,8 +38,10 @@ __all__ = [
     "context_difference",
     "dense_edges",
     "from_sdpa",
+    "in_short",
     "last_query",
     "nothing_seen",
+    "plain_call",
     "prompt_length",
     "read_call",
     "rounding_bound",

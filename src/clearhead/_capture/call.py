@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._core import Sizes
+from clearhead._core import Sizes, plain
 from clearhead.attention import Problem
 from clearhead.masks import Mask
 
-__all__ = ["Call", "CallSite", "EagerCall", "FusedCall", "dense_edges", "unmasked"]
+__all__ = ["Call", "CallSite", "EagerCall", "FusedCall", "dense_edges", "plain_call", "unmasked"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -186,6 +186,14 @@ class EagerCall(CallSite):
 
 
 Call: TypeAlias = FusedCall | EagerCall
+
+
+def plain_call(call: Call) -> Call:
+    """Give a call with its values alone, without wrappers of `torch.func` and subclasses."""
+    given = {field.name: getattr(call, field.name) for field in fields(call)}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    changed = {name: plain(x) for name, x in tensors.items() if plain(x) is not x}
+    return replace(call, **changed) if changed else call
 
 
 def _of_samples(x: Tensor, samples: slice, batch: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead._capture.call import Call, EagerCall, FusedCall
+from clearhead._core import plain
 from clearhead.attention import make_problem
 
 __all__ = ["Additive", "from_attend", "from_flex", "from_sdpa", "split_additive"]
@@ -77,7 +78,7 @@ def from_sdpa(
         whole = attn_mask.dtype == torch.bool
         parts = Additive(attn_mask, None, None) if whole else split(attn_mask)
         parts = parts.rank4(lead, query.ndim, sizes)
-    mask = None if parts.allowed is None else masks.dense(parts.allowed)
+    mask = None if parts.allowed is None else masks.dense(plain(parts.allowed))
     if is_causal:
         causal = masks.causal() if sizes[0] == sizes[1] else masks.causal(align="start")
         mask = causal if mask is None else mask & causal

@@ -92,6 +92,7 @@ class Loop:
     tokens: Tensor  # (row, position) that it begins with
     beams: bool
     cache: Any
+    drafts: bool = False  # whether tokens are drafted, of which some are not accepted
 
     @property
     def cached(self) -> int | None:
@@ -213,8 +214,10 @@ def _loop(here: Any, beams: bool, own: Callable[..., Any]) -> Callable[..., Any]
             config = kwargs["generation_config"] = copy.copy(config)
             config.return_dict_in_generate = True
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        drafts = own.__name__ == "_assisted_decoding"
         for one in interceptors:
-            one.handler.loop_starts(Loop(one.modules.names[id(self)], input_ids, beams, cache))
+            name = one.modules.names[id(self)]
+            one.handler.loop_starts(Loop(name, input_ids, beams, cache, drafts))
         made = own(self, input_ids, *args, **kwargs)
         sequences = made if isinstance(made, Tensor) else made.sequences
         for one in interceptors:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -74,14 +76,19 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if own else tensor.as_subclass(Tensor)
 
 
-def unobserved(values: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Hide operations on these values from dispatch modes, as those that count operations.
+@contextlib.contextmanager
+def unobserved(values: Tensor) -> Iterator[None]:
+    """Hide operations on these values from dispatch modes, as those that count operations, and
+    from transforms of `torch.func`.
 
     Not from those under which there are no values: fake tensors have only shapes.
     """
-    if not _count_dispatch_modes() or not has_values(values):
-        return contextlib.nullcontext()
-    return _disable_current_modes()
+    with contextlib.ExitStack() as stack:
+        if _functorch_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if _count_dispatch_modes() and has_values(values):
+            stack.enter_context(_disable_current_modes())
+        yield
 
 
 def has_values(tensor: Tensor) -> bool:

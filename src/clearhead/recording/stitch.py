@@ -74,6 +74,7 @@ class Track:
     check: float | None = 0.0
     beams: Beams | None = None
     text: bool = False  # whether its queries are the tokens that the model is called on
+    more: int = 0  # positions of the prompt that are no tokens: soft tokens, parts of an image
 
     def crop(self, end: int) -> None:
         """Forget the rows and sources from a position on."""
@@ -139,10 +140,21 @@ class Stitcher:
                 continue
             if rows is None:
                 if track.text and track.covered > length:
-                    track.crop(length)
+                    self._end(track, length)
             elif track.steps[0].sizes.batch == batch:
+                if track.text and self.loop.tokens.shape[1]:
+                    track.more = max(track.steps[0].end - self.loop.tokens.shape[1], 0)
                 prompt = self._prompt_of(track) if track.text else track.covered
                 track.beams = Beams(batch, prompt, rows)
+
+    def _end(self, track: Track, length: int) -> None:
+        """Remove drafted tokens that were not accepted; where none are drafted, the prompt of the
+        model has more positions than it has tokens.
+        """
+        if self.loop is not None and self.loop.drafts:
+            track.crop(length)
+        else:
+            track.more = track.covered - length
 
     def module_starts(self, name: str) -> None:
         """Start a step, at the position after those that the cache holds."""
@@ -165,7 +177,7 @@ class Stitcher:
         return self.loop is not None and self.loop.beams
 
     def _prompt_of(self, track: Track) -> int:
-        return self._prompt or track.steps[0].end
+        return self._prompt + track.more if self._prompt else track.steps[0].end
 
     def add(self, call: Call, check: float | None, stepping: bool) -> None:
         """Add the rows of a step that were not there before."""

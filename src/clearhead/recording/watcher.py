@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,72 +21,26 @@ from clearhead._capture import (
     active_handlers,
     call_mask,
     context_difference,
+    in_short,
     nothing_seen,
+    plain_call,
     prompt_length,
     read_call,
     rounding_bound,
     softmax_difference,
 )
-from clearhead._core import numbers, type_error, value_error
+from clearhead._core import is_refusal, plain, unobserved, value_error
 from clearhead.attention import choose
 from clearhead.masks import Mask
-from clearhead.readings import Reading
 from clearhead.recording import packed
 from clearhead.recording.records import Record, Seen
+from clearhead.recording.request import Numbers, Request
 from clearhead.recording.stitch import Stitcher, stitched
 
-__all__ = ["Request", "Watcher"]
+__all__ = ["Watcher"]
 
 # Rows of each call that are recomputed, to compare with the model's own output.
 _SAMPLED = 4
-
-Numbers = tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is read, and of which layers, heads, queries and calls; None is all."""
-
-    read: tuple[Reading, ...]
-    single: bool  # whether one reading was given, and not a sequence of them
-    layers: Numbers
-    heads: Numbers
-    queries: Numbers
-    calls: Numbers
-
-    @classmethod
-    def of(cls, read: Reading | Sequence[Reading], **chosen: Any) -> Request:
-        """Check the arguments of `watch`."""
-        single = isinstance(read, Reading)
-        wanted = (read,) if isinstance(read, Reading) else tuple(read)
-        for reading in wanted:
-            if not isinstance(reading, Reading):
-                raise type_error("read", "takes readings", got=type(reading).__name__)
-        return cls(wanted, single, **{name: numbers(name, value) for name, value in chosen.items()})
-
-    @property
-    def waits(self) -> bool:
-        """Whether records wait until the number of layers is known."""
-        return self.layers is not None and min(self.layers) < 0
-
-    def holds_call(self, call: Call) -> bool:
-        """Whether the number of a call within its module is requested."""
-        return self.calls is None or call.call in self.calls
-
-    def holds_layer(self, layer: int) -> bool:
-        """Whether a layer is requested, or may turn out to be one counted from the end."""
-        return self.layers is None or layer in self.layers or self.waits
-
-    def layers_of(self, total: int) -> set[int]:
-        """Give the requested layers, counted from 0."""
-        every = range(total)
-        wanted = every if self.layers is None else self.layers
-        return {layer % total for layer in wanted if -total <= layer < total}
-
-    def heads_of(self, total: int) -> list[int]:
-        """Give the requested heads that a call has."""
-        wanted = range(total) if self.heads is None else self.heads
-        return [head for head in wanted if -total <= head < total]
 
 
 class Watcher(Handler):
@@ -115,10 +70,25 @@ class Watcher(Handler):
         self._runs: dict[str, int] = {}
         self._unseen: set[str] = set()
         self._held: list[tuple[Call, float | None]] = []
+        self._of_callback: Exception | None = None
+
+    @contextlib.contextmanager
+    def _noting(self, module: str) -> Iterator[None]:
+        """Let the model run where a call of it cannot be read; arguments are refused as ever."""
+        try:
+            yield
+        except Exception as error:
+            if is_refusal(error) or error is self._of_callback:
+                raise
+            self.failed(module, f"reading it failed ({in_short(error)})")
 
     def before(self, call: Call) -> Tensor | None:
         """Compute the context in clearhead's own kernel under `through`."""
         self._made = None
+        with self._noting(call.module):
+            return self._context_through(call)
+
+    def _context_through(self, call: Call) -> Tensor | None:
         if not self.through or call.dropout or self._drafts or not self._wanted(call):
             return None
         if not isinstance(call, FusedCall) or any(x.edits for x in active_handlers(self.model)):
@@ -142,16 +112,20 @@ class Watcher(Handler):
             self._count(call)
         if not self._wanted(call):
             return
-        with torch.no_grad(), torch.autocast(context.device.type, enabled=False):
-            call, edited = self._remaining(call)
-            check = self._check(call, context, edited)
-            if self._run is not None:
-                self._run.add(call, check, self.modules.runs(self._run.module))
-            elif self.request.waits:
-                self._held.append((call, check))
-                self._drop_held()
-            else:
-                self._keep(call, check)
+        off = torch.autocast(context.device.type, enabled=False)
+        with self._noting(call.module), torch.no_grad(), off, unobserved(context):
+            self._after(plain_call(call), plain(context))
+
+    def _after(self, call: Call, context: Tensor) -> None:
+        call, edited = self._remaining(call)
+        check = self._check(call, context, edited)
+        if self._run is not None:
+            self._run.add(call, check, self.modules.runs(self._run.module))
+        elif self.request.waits:
+            self._held.append((call, check))
+            self._drop_held()
+        else:
+            self._keep(call, check)
 
     def _remaining(self, call: Call) -> tuple[Call, bool]:
         """Give a call as other handlers leave it, and whether any of them edits it."""
@@ -217,7 +191,8 @@ class Watcher(Handler):
         with torch.no_grad():
             for call, check in held:
                 if call.layer in wanted:
-                    self._keep(call, check)
+                    with self._noting(call.module):
+                        self._keep(call, check)
 
     def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Collect the steps of one `generate()`, and record each layer once at its end."""
@@ -277,12 +252,13 @@ class Watcher(Handler):
         for track in run.tracks.values():
             if not track.steps:
                 continue
-            call = stitched(track, self._masks)
-            number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
-            call = replace(call, call=number)
-            self._count(call)
-            if call.layer in wanted:
-                self._keep(call, track.check, run.prompt(track))
+            with self._noting(track.steps[0].call.module):
+                call = stitched(track, self._masks)
+                number = self._runs[call.module] = self._runs.get(call.module, -1) + 1
+                call = replace(call, call=number)
+                self._count(call)
+                if call.layer in wanted:
+                    self._keep(call, track.check, run.prompt(track))
 
     def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
         """Read a call, and append its record to `seen` or pass it to `on_call`."""
@@ -294,10 +270,15 @@ class Watcher(Handler):
         if values is None:
             values = read_call(part, self.request.read, self.request.queries)
         value = _detached(values[0] if self.request.single else tuple(values))
-        if self.on_call is not None:
-            self.on_call(self._record(call, value, check, prompt))
-        else:
+        if self.on_call is None:
             self.seen._records.append(self._record(call, packed.pack(value), check, prompt))
+            return
+        record = self._record(call, value, check, prompt)
+        try:
+            self.on_call(record)
+        except Exception as error:
+            self._of_callback = error
+            raise
 
     def _record(self, call: Call, value: Any, check: float | None, prompt: int | None) -> Record:
         total = call.sizes.head
@@ -376,6 +357,6 @@ def _sample(total: int) -> list[int]:
 
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach()
+        return plain(value.detach())
     parts = [_detached(part) for part in value]
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -15,7 +15,8 @@ from clearhead._core import numbers
 from clearhead.readings import Reading
 from clearhead.recording import cost
 from clearhead.recording.records import Record, Seen
-from clearhead.recording.watcher import Request, Watcher
+from clearhead.recording.request import Request
+from clearhead.recording.watcher import Watcher
 
 __all__ = ["estimate", "watch"]
 
