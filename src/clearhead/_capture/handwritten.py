@@ -99,8 +99,11 @@ class Handwritten:
         if origin is None or origin.product is None or not self._sites.listening:
             return self._provenance.run(func, args, kwargs)
         if origin.log is not None:
+            scores, dim = origin.log
+            if origin.order is not None and len(origin.order) == scores.ndim:
+                scores, dim = scores.permute(origin.order), origin.order.index(dim)
             out = func(*args, **kwargs)
-            self._remember(origin, origin.log[0], out, origin.log[1], divided=True)
+            self._remember(origin, scores, out, dim, divided=True)
             return out
         scores = args[0].clone() if func is torch.Tensor.exp_ else args[0]
         out = func(*args, **kwargs)

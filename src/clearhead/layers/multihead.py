@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from clearhead.attention import attend
 from clearhead.layers import checks
 from clearhead.layers.mask_arguments import MaskArguments
+from clearhead.layers.tracing import node_of, traces
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Weights
 
@@ -111,6 +112,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         Nested tensors (with `batch_first=True`) are attended sample by sample.
         """
         flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        if traces(query, key, value):
+            return node_of(
+                self, query, key, value, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+                is_causal=is_causal, mask=mask, read=read, **flags,
+            )  # fmt: skip
         checks.flags(**flags, is_causal=is_causal)
         packed = self.in_proj_weight
         checks.tensors(self.q_proj_weight if packed is None else packed, query, key, value)
