@@ -17,6 +17,10 @@ export function observe() {
     else requestAnimationFrame(poll);
   };
   requestAnimationFrame(poll);
+  window.edges = () => {
+    const { left, top } = window.shadow().querySelector(".over").dataset;
+    return { left: Number(left), top: Number(top) };
+  };
   window.shadow = () => document.getElementById("clearhead").shadowRoot;
 }
 
@@ -82,12 +86,12 @@ export async function colours(page, { cells, queries, sources }) {
   return page.evaluate(([cells, queries, sources]) => {
     const canvas = window.shadow().querySelector(".plot canvas");
     const context = canvas.getContext("2d");
-    const left = parseFloat(canvas.style.width) > 0 ? 108 : 0;
+    const { left, top } = edges();
     const width = parseFloat(canvas.style.width) - left - 4;
-    const height = parseFloat(canvas.style.height) - left - 4;
+    const height = parseFloat(canvas.style.height) - top - 4;
     return cells.map(([query, source]) => {
       const x = left + ((source + 0.5) * width) / sources;
-      const y = left + ((query + 0.5) * height) / queries;
+      const y = top + ((query + 0.5) * height) / queries;
       const { data } = context.getImageData(Math.round(x) - 4, Math.round(y) - 4, 8, 8);
       const found = new Set();
       for (let i = 0; i < data.length; i += 4) found.add(data.slice(i, i + 3).join());
@@ -101,12 +105,13 @@ export async function pointer(page) {
   await painted(page);
   await settle(page);
   const box = await page.evaluate(() => {
-    const { left, top, width, height } = window.shadow().querySelector(".over").getBoundingClientRect();
-    return { left, top, width, height };
+    const { left, top, width } = window.shadow().querySelector(".over").getBoundingClientRect();
+    const edge = edges();
+    return { left: left + edge.left, top: top + edge.top, width: width - edge.left - 4 };
   });
   const at = (query, source, queries) => {
-    const side = (box.width - 112) / queries;
-    return [box.left + 108 + (source + 0.5) * side, box.top + 108 + (query + 0.5) * side];
+    const side = box.width / queries;
+    return [box.left + (source + 0.5) * side, box.top + (query + 0.5) * side];
   };
   const said = [];
   const say = async () => { await settle(page); said.push([await text(page, ".readout"), (await table(page, 0)).title, page.url().split("#")[1] ?? ""]); };
@@ -224,8 +229,11 @@ export async function speed(page) {
     for (let i = 0; i < 2e7; i++) sum += Math.sqrt(i);
     return sum ? performance.now() - start : 0;
   });
-  const heap = await page.evaluate(() => performance.memory.usedJSHeapSize);
-  return { first, hover, long, heap, yardstick };
+  const session = await page.context().browser().newBrowserCDPSession();
+  const { processInfo } = await session.send("SystemInfo.getProcessInfo");
+  const memory = processInfo.filter(({ type }) => type === "renderer").map(({ id }) =>
+    1024 * Number(/RssAnon:\s+(\d+)/.exec(readFileSync(`/proc/${id}/status`, "utf8"))[1]));
+  return { first, hover, long, memory: Math.max(...memory), yardstick };
 }
 
 /** Two widgets in one document, each with a kernel that answers messages. */
@@ -253,28 +261,38 @@ export async function widgets(page, { script, records }) {
   }, [script, records]);
 }
 
-/** A picture of the page, made small, as grey values. */
-export async function looks(page, { print }) {
+/** A picture of the page at a quarter of its size, and how far it is from the one that was kept. */
+export async function looks(page, { print, kept }) {
   await painted(page);
   if (print) {
     await page.emulateMedia({ media: "print" });
     await page.evaluate(() => dispatchEvent(new Event("beforeprint")));
   }
-  await page.waitForTimeout(700);
-  const png = (await page.screenshot()).toString("base64");
+  await page.waitForTimeout(900);
+  const now = (await page.screenshot()).toString("base64");
   await page.goto("about:blank");
-  const small = await page.evaluate(async (data) => {
-    const image = new Image();
-    image.src = `data:image/png;base64,${data}`;
-    await image.decode();
-    const canvas = document.createElement("canvas");
-    canvas.width = 64;
-    canvas.height = Math.round((64 * image.height) / image.width);
-    const context = canvas.getContext("2d");
-    context.imageSmoothingQuality = "high";
-    context.drawImage(image, 0, 0, canvas.width, canvas.height);
-    const { data: pixels } = context.getImageData(0, 0, canvas.width, canvas.height);
-    return Array.from({ length: pixels.length / 4 }, (_, i) => Math.round((pixels[4 * i] + pixels[4 * i + 1] + pixels[4 * i + 2]) / 3));
-  }, png);
-  return { png, small };
+  return page.evaluate(async ([now, kept]) => {
+    const drawn = async (data, width) => {
+      const image = new Image();
+      image.src = data;
+      await image.decode();
+      const canvas = document.createElement("canvas");
+      canvas.width = width;
+      canvas.height = Math.round((width * image.height) / image.width);
+      const context = canvas.getContext("2d");
+      context.imageSmoothingQuality = "high";
+      context.drawImage(image, 0, 0, canvas.width, canvas.height);
+      return canvas;
+    };
+    const picture = (await drawn(`data:image/png;base64,${now}`, 320)).toDataURL();
+    if (!kept) return { picture, mean: null };
+    const pixels = async (data) => {
+      const canvas = await drawn(data, 32);
+      return canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    };
+    const [a, b] = [await pixels(picture), await pixels(`data:image/png;base64,${kept}`)];
+    let sum = a.length === b.length ? 0 : Infinity;
+    a.forEach((value, i) => { sum += Math.abs(value - b[i]); });
+    return { picture, mean: sum / a.length };
+  }, [now, kept ?? null]);
 }

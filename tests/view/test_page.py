@@ -109,7 +109,7 @@ def test_the_question_lists_sources_by_weight_with_rank_remainder_and_effect(see
     assert "may attend to 7 sources" in shown["where"]["under"]
     order = [position for position, *_ in shown["where"]["rows"]]
     assert order == np.argsort(-row, kind="stable").tolist()
-    assert shown["where"]["rest"].startswith("The remaining sources together: 0")
+    assert shown["where"]["rest"] == "These are all sources with a weight; together 1.00."
     effects = {position: effect for position, _, _, effect in shown["where"]["rows"]}
     assert effects[5] == "−1.25"
     assert effects[0] == "–"

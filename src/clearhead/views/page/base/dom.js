@@ -68,13 +68,19 @@ export function button(text, clicked, attributes = {}) {
   return element("button", { type: "button", onclick: clicked, ...attributes }, text);
 }
 
+/** A label with its leading space as a thin mark. @param {string} text @returns {Child[]} */
+export function marked(text) {
+  if (!text.startsWith("␣") || text.length === 1) return [text];
+  return [element("span", { class: "space" }, "␣"), text.slice(1)];
+}
+
 /**
  * A token as an isolated run of text.
  * @param {string} text
  * @param {string} [title]
  */
 export function isolated(text, title) {
-  return element("bdi", { class: "token", dir: "auto", title }, text);
+  return element("bdi", { class: "token", dir: "auto", title }, marked(text));
 }
 
 /** Draw at the next frame, once, however often it is asked for.

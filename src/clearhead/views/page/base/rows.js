@@ -18,7 +18,7 @@ const NONE = 0xffffffff;
 export async function rowAt({ data, s, e, h }, query) {
   const entry = data.entries[e];
   const row = data.rowOf(entry, query);
-  if (data.source.header.live && h >= 0) return liveRow(data, s, e, h, query);
+  if (data.source.header.live) return liveRow({ data, s, e, h }, query);
   if (row < 0) return noRow(entry.sources);
   if (entry.encoding) {
     const all = await data.matrix(s, e, h);
@@ -38,16 +38,19 @@ function noRow(sources) {
 }
 
 /**
- * @param {Data} data
- * @param {number} s
- * @param {number} e
- * @param {number} h
+ * A row that the server or the kernel is asked for.
+ * @param {Place} place
  * @param {number} query
  * @returns {Promise<Row>}
  */
-async function liveRow(data, s, e, h, query) {
+export async function liveRow({ data, s, e, h }, query) {
+  const heads = h >= 0 ? [h] : data.entries[e].heads.map((_, i) => i);
   const decode = (/** @type {Uint8Array} */ bytes) => new Float32Array(bytes.slice().buffer);
-  const values = await data.chunk(`row/${s}/${e}/${h}/${query}`, decode, (v) => v.byteLength);
+  const rows = await Promise.all(
+    heads.map((head) => data.chunk(`row/${s}/${e}/${head}/${query}`, decode, (v) => v.byteLength)),
+  );
+  const values = new Float32Array(data.entries[e].sources);
+  for (const row of rows) row.forEach((value, i) => { values[i] += value / heads.length; });
   return { values, known: null, sum: total(values), about: false, held: "all" };
 }
 

@@ -102,9 +102,10 @@ export function buildLegend(map, dark, root) {
   const top16 = model.entry.top;
   fill(root,
     isMask ? null : element("span", { class: "key" }, difference ? (norm === "row" ? "−" : number(-largest)) : "0", bar, `${top} (${scale === "sqrt" ? "square root" : scale})`),
+    isMask ? element("span", { class: "key" }, "0", bar, detail === "cells" ? "allowed" : "share of the edges that are allowed") : null,
     swatch(BLOCKED, "blocked by the mask"),
     swatch(UNHELD, top16 ? `not among the ${top16} largest of its row` : "not held"),
-    swatch(BROKEN, "NaN"), swatch(HIDDEN, "hidden"),
+    swatch(BROKEN, "NaN"), swatch(HIDDEN, "hidden; the other weights stay as they are"),
     isMask ? null : element("span", { class: "key" }, groups));
 }
 

@@ -48,7 +48,7 @@ export class HeadsView {
     const { model } = this;
     const { statistics } = model.header;
     const least = element("input", {
-      type: "number", step: "any", value: model.state.least ?? "",
+      type: "number", disabled: model.state.sort === "layer", step: "any", value: model.state.least ?? "",
       onchange: () => model.set({ least: least.value === "" ? null : Number(least.value) }),
     });
     const options = /** @type {[string, string][]} */ ([["layer", "layer and head"], ...statistics.map(({ name, label }) => [name, label])]);
@@ -82,6 +82,8 @@ export class HeadsView {
   build() {
     const { model } = this;
     const { sort } = model.state;
+    const least = this.tools.querySelector("input");
+    if (least) least.disabled = sort === "layer";
     const all = model.header.layers.reduce((sum, { heads }) => sum + heads.length, 0);
     const list = this.list();
     this.near.disconnect();

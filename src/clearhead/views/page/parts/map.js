@@ -52,11 +52,26 @@ export class MapView {
     const down = q1 - q0;
     const room = Math.max(120, this.root.clientWidth - 8);
     const guess = Math.min(LARGEST_CELL, (room - 110) / across, TALLEST / down);
-    const margin = guess >= LABELS_FROM ? 108 : 52;
-    const cell = Math.min(LARGEST_CELL, (room - margin) / across, TALLEST / down);
-    const width = Math.min(room - margin, Math.max(cell * across, Math.min(across * 20, 220)));
+    const labelled = guess >= LABELS_FROM;
+    const left = labelled ? this.labelRoom(q0, q1, (query) => this.model.queryLabel(query, 14)) : 52;
+    const top = labelled ? this.labelRoom(s0, s1, (source) => this.model.sourceLabel(source, 14)) : 40;
+    const cell = Math.min(LARGEST_CELL, (room - left) / across, TALLEST / down);
+    const width = Math.min(room - left, Math.max(cell * across, Math.min(across * 20, 220)));
     const height = Math.max(cell * down, Math.min(down * 20, 180));
-    return { left: margin, top: margin, width, height, region };
+    return { left, top, width, height, region };
+  }
+
+  /** Pixels for the longest label, and for the word beside the axis.
+   * @param {number} start
+   * @param {number} stop
+   * @param {(position: number) => string} labelOf
+   */
+  labelRoom(start, stop, labelOf) {
+    const context = contextOf(this.base);
+    context.font = `12px ${inkOf(this.root).font}`;
+    let longest = 0;
+    for (let at = start; at < stop; at++) longest = Math.max(longest, context.measureText(labelOf(at)).width);
+    return Math.round(Math.min(108, 32 + longest));
   }
 
   async draw() {
@@ -87,6 +102,8 @@ export class MapView {
   describe() {
     const { entry, state } = this.model;
     const [q0, q1, s0, s1] = this.region;
+    const { left, top } = /** @type {Frame} */ (this.frame);
+    Object.assign(this.over.dataset, { left: String(left), top: String(top) });
     this.over.setAttribute(
       "aria-label",
       `Map of ${this.model.headName(state.entry, state.head)}: rows are queries ${q0} to ${q1 - 1} ` +

@@ -67,7 +67,7 @@ export function paintMap(context, frame, raster, model, dark, ink) {
     if (picture) context.drawImage(picture, left, top, width, height);
   }
   const { scale, norm } = model.state;
-  const image = paint(raster, palette(dark), scale, norm);
+  const image = paint(raster, palette(dark), model.header.kind === "mask" ? "linear" : scale, norm);
   context.imageSmoothingEnabled = false;
   context.drawImage(canvasOf(image), left, top, width, height);
   context.strokeStyle = ink.line;

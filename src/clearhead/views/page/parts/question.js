@@ -1,6 +1,6 @@
 // The questions first: where does this query look, and who looks at this source?
 
-import { button, element, fill, isolated } from "../base/dom.js";
+import { button, element, fill, isolated, marked } from "../base/dom.js";
 import { allows, countAllowed } from "../base/rows.js";
 import { count, number, sentence, signed } from "../base/text.js";
 import { strongest } from "./strip.js";
@@ -86,7 +86,7 @@ export class QuestionView {
     const total = lines.reduce((sum, { value }) => sum + value, 0);
     const words = column
       ? `source ${source} · ${count(allowed, "query", "queries")} may read it` +
-        (column.known ? ` · among the largest weights of ${lines.length}` : ` · mean weight ${number(total / Math.max(1, allowed), column.about)}`)
+        (column.known ? ` · among the largest weights of ${lines.length}` : ` · mean ${model.sides().length > 1 ? "difference" : "weight"} ${number(total / Math.max(1, allowed), column.about)}`)
       : "The record holds no single weights.";
     const named = lines.slice(0, this.manyWho).map((line) => ({ ...line, label: model.queryLabel(line.position) }));
     const more = () => { this.manyWho += MORE; void this.showColumn(source); };
@@ -101,7 +101,7 @@ export class QuestionView {
 
   /** @param {string} text */
   token(text) {
-    return element("bdi", { class: "asked", dir: "auto" }, text);
+    return element("bdi", { class: "asked", dir: "auto" }, marked(text));
   }
 
   /**
@@ -130,15 +130,16 @@ export class QuestionView {
    */
   tableRow(line, rank, most, effects, pair) {
     const { model } = this;
-    const bar = element("span", { class: line.value < 0 ? "bar negative" : "bar" });
+    const difference = model.sides().length > 1;
+    const bar = element("span", { class: difference ? (line.value < 0 ? "bar negative" : "bar positive") : "bar" });
     bar.style.width = `${(100 * (Math.abs(line.value) || 0)) / most}%`;
-    const words = model.sides().length > 1 ? signed(line.value) : number(line.value, line.about);
+    const words = difference ? signed(line.value) : number(line.value, line.about);
+    const pick = button("", () => model.lock(pair), { class: "pick", "aria-label": `${line.label}, position ${line.position}` });
+    pick.append(isolated(line.label));
     const chosen = pair.source === model.state.source && pair.query === model.state.query && model.state.locked;
     return element("tr", { class: chosen ? "chosen" : null },
       element("td", { class: "rank" }, rank + 1),
-      element("td", null,
-        button("", () => model.lock(pair), { class: "pick", "aria-label": `${line.label}, position ${line.position}` }).appendChild(isolated(line.label)).parentElement,
-        element("span", { class: "position" }, line.position)),
+      element("td", null, element("div", { class: "named" }, pick, element("span", { class: "position" }, line.position))),
       element("td", { class: "weight" }, element("span", { class: "track" }, bar), element("span", { class: "number" }, words)),
       effects ? element("td", { class: "number" }, line.effect ? signed(line.effect.effect) : "–") : null);
   }
@@ -162,8 +163,10 @@ function remainder(row, lines, model) {
   const listed = lines.reduce((sum, { value }) => sum + value, 0);
   if (Number.isNaN(listed) || Number.isNaN(row.sum) && row.held === "all") return "This row holds NaN: the model computed it so.";
   if (Number.isNaN(row.sum)) return `These ${lines.length} together: ${number(listed, row.about)}; the record does not hold the sum of the row.`;
+  const possible = row.values.reduce((n, v) => n + (v ? 1 : 0), 0);
+  if (row.held === "all" && lines.length === possible) return `These are all sources with a weight; together ${number(row.sum, row.about)}.`;
   const rest = Math.max(0, row.sum - listed);
   const missing = 1 - row.sum;
   const sink = missing > 0.002 && row.sum > 0 ? ` The row sums to ${number(row.sum, row.about)}: the remainder went to sink logits, or the weights are not a softmax.` : "";
-  return `The remaining sources together: ${number(rest < 5e-4 ? 0 : rest, row.about || rest < 0.01)}.${sink}`;
+  return `The remaining sources together: ${rest < 1e-6 ? "0" : number(rest, row.about)}.${sink}`;
 }

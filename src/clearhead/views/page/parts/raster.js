@@ -3,6 +3,7 @@
 
 import { cellOf } from "../base/data.js";
 import { pause } from "../base/dom.js";
+import { liveRow } from "../base/rows.js";
 import { colourAt, place } from "../base/palette.js";
 
 /** What a pixel shows. */
@@ -65,8 +66,7 @@ async function addSide(model, raster, data, sign, readable, turn) {
   const entry = data.entries[e];
   if (!entry) return true;
   if (model.header.kind === "mask") {
-    raster.values.fill(1);
-    raster.largest = 1.6;
+    raster.largest = 1;
     return true;
   }
   if (entry.encoding) {
@@ -74,6 +74,7 @@ async function addSide(model, raster, data, sign, readable, turn) {
     raster.largest = Math.max(raster.largest, largestOf(all, model.hidden(), entry.sources));
     return addMatrix(model, raster, data, all, sign, turn);
   }
+  if (data.source.header.live && readable) return addLive(model, raster, data, sign, turn);
   if (entry.top && (readable || !entry.cells)) return addTop(model, raster, data, sign);
   if (entry.cells) return addBlocks(model, raster, data, sign);
   raster.states.fill(UNHELD);
@@ -166,6 +167,29 @@ async function addMatrix(model, raster, data, all, sign, turn) {
   return true;
 }
 
+/** Single cells that are asked for, a row at a time.
+ * @param {import("../base/state.js").Model} model
+ * @param {Raster} raster
+ * @param {import("../base/data.js").Data} data
+ * @param {number} sign
+ * @param {Turn} turn
+ */
+async function addLive(model, raster, data, sign, turn) {
+  const { region: [q0, q1, s0], columns, values, states } = raster;
+  for (let query = q0; query < q1; query++) {
+    const row = await liveRow(model.at(data), query);
+    if (!turn.alive()) return false;
+    for (let x = 0; x < columns; x++) {
+      const at = (query - q0) * columns + x;
+      const value = row.values[s0 + x];
+      values[at] += sign * value;
+      if (Number.isNaN(value)) states[at] = BROKEN;
+      else raster.largest = Math.max(raster.largest, value);
+    }
+  }
+  return true;
+}
+
 /** Single cells from the largest weights of each row; the others are not held.
  * @param {import("../base/state.js").Model} model
  * @param {Raster} raster
@@ -243,6 +267,7 @@ async function markBlocked(model, raster) {
   const entry = model.entry;
   const whole = runs.start.length - 1 === entry.queries;
   const open = new Uint8Array(columns);
+  const isMask = model.header.kind === "mask";
   for (let y = 0; y < rows; y++) {
     open.fill(0);
     const bottom = Math.max(pixelStart(y, rows, q0, q1) + 1, pixelStart(y + 1, rows, q0, q1));
@@ -253,10 +278,29 @@ async function markBlocked(model, raster) {
         const start = Math.max(runs.runs[i], s0);
         const stop = Math.min(runs.runs[i + 1], s1);
         if (start >= stop) continue;
-        open.fill(1, pixelOf(start, columns, s0, s1), pixelOf(stop - 1, columns, s0, s1) + 1);
+        const [left, right] = [pixelOf(start, columns, s0, s1), pixelOf(stop - 1, columns, s0, s1)];
+        open.fill(1, left, right + 1);
+        if (isMask) countEdges(raster, y, start, stop, left, right);
       }
     }
     for (let x = 0; x < columns; x++) if (!open[x]) states[y * columns + x] = BLOCKED;
+  }
+}
+
+/** Add what a run of allowed sources is of each pixel: the pixels of a mask are shares of edges.
+ * @param {Raster} raster
+ * @param {number} y
+ * @param {number} start
+ * @param {number} stop
+ * @param {number} left
+ * @param {number} right
+ */
+function countEdges({ region: [q0, q1, s0, s1], columns, rows, values }, y, start, stop, left, right) {
+  const tall = Math.max(1, pixelStart(y + 1, rows, q0, q1) - pixelStart(y, rows, q0, q1));
+  for (let x = left; x <= right; x++) {
+    const from = pixelStart(x, columns, s0, s1);
+    const to = Math.max(from + 1, pixelStart(x + 1, columns, s0, s1));
+    values[y * columns + x] += (Math.min(stop, to) - Math.max(start, from)) / (tall * (to - from));
   }
 }
 

@@ -1,7 +1,7 @@
 // The tokens as text, coloured by what the chosen query reads, with lines to its largest sources.
 // Only the paragraphs near the visible part are in the document.
 
-import { atNextFrame, element, fill, whenNear } from "../base/dom.js";
+import { atNextFrame, element, fill, marked, whenNear } from "../base/dom.js";
 import { colourAt, css, palette, place, takesDarkText } from "../base/palette.js";
 import { isAllowed } from "../base/rows.js";
 import { sentence, visible } from "../base/text.js";
@@ -77,7 +77,10 @@ export class StripView {
     });
     /** @type {Text} */
     const text = { axis, role, root, chips: new Map(), from, length };
-    if (grid) root.style.setProperty("--columns", String(grid[1]));
+    if (grid) {
+      root.style.setProperty("--columns", String(grid[1]));
+      root.style.setProperty("--cell", `${Math.max(10, Math.min(30, Math.floor(480 / grid[1])))}px`);
+    }
     const lead = grid ? Math.max(0, length - grid[0] * grid[1]) : 0;
     if (lead) root.append(this.paragraph(0, lead));
     for (let start = lead; start < length; start += grid ? length : PARAGRAPH) {
@@ -128,11 +131,12 @@ export class StripView {
     const { header } = this.model;
     const axis = header.axes[text.axis];
     const raw = this.model.rawLabel(text.axis, at);
-    const shown = raw === null ? (axis.grid ? "" : String(at)) : visible(raw, 32);
+    const inGrid = axis.grid && at >= text.length - axis.grid[0] * axis.grid[1];
+    const shown = inGrid ? "" : raw === null ? `#${at}` : visible(raw, 32);
     const chip = element(
       "span",
       { class: "chip", role: "option", "aria-selected": "false", title: this.titleOf(text, at) },
-      element("bdi", { dir: "auto" }, shown),
+      element("bdi", { dir: "auto" }, marked(shown)),
     );
     chip.dataset.at = String(at);
     if (axis.prompt !== undefined && at >= axis.prompt) chip.classList.add("new");
@@ -310,8 +314,9 @@ function line(context, start, end, box, share) {
   const b = end.getBoundingClientRect();
   const x0 = a.left + a.width / 2 - box.left;
   const x1 = b.left + b.width / 2 - box.left;
-  const y0 = a.top - box.top + 1;
-  const y1 = Math.abs(a.top - b.top) < 4 ? b.top - box.top + 1 : b.bottom - box.top - 1;
+  const below = b.top > a.bottom - 4;
+  const y0 = (below ? a.bottom : a.top) - box.top;
+  const y1 = (Math.abs(a.top - b.top) < 4 || below ? b.top : b.bottom) - box.top;
   const lift = Math.abs(a.top - b.top) < 4 ? Math.min(26, 8 + Math.abs(x1 - x0) / 8) : 0;
   context.globalAlpha = 0.2 + 0.7 * share;
   context.lineWidth = 0.75 + 2.25 * share;

@@ -35,7 +35,7 @@ export async function segmentTable(model, dark) {
     element("caption", null, `Mean weight from the queries of a segment (rows) to the sources of a segment (columns)${atLeast ? ", at least: only the largest weights of each row are held" : ""}.`),
     element("thead", null, element("tr", null, element("th", { scope: "col" }, "from \\ to"), across.map(([, , name]) => element("th", { scope: "col" }, element("bdi", null, sentence(name, 40)))))),
     element("tbody", null, rows.map(({ name, many, means }) => element("tr", null,
-      element("th", { scope: "row" }, element("bdi", null, sentence(name, 40)), element("span", { class: "position" }, count(many, "query", "queries"))),
+      element("th", { scope: "row" }, element("bdi", null, sentence(name, 40)), " ", element("span", { class: "position" }, count(many, "query", "queries"))),
       means.map((mean) => heatCell(number(mean, atLeast), colourAt(colours, place(mean, 1, "linear", false)), Number.isFinite(mean)))))));
 }
 

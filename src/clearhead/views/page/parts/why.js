@@ -1,6 +1,6 @@
 // The mask page's words: whom may a query attend to, who may attend to a source, and why.
 
-import { element, fill } from "../base/dom.js";
+import { element, fill, marked } from "../base/dom.js";
 import { allowedOf, allows, countAllowed } from "../base/rows.js";
 import { count, sentence } from "../base/text.js";
 
@@ -66,7 +66,7 @@ export class WhyView {
 
 /** @param {string} text */
 function asked(text) {
-  return element("bdi", { class: "asked", dir: "auto" }, text);
+  return element("bdi", { class: "asked", dir: "auto" }, marked(text));
 }
 
 /** @param {number[]} positions in ascending order @returns {[number, number][]} */
