@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead import cli, heads, masks
+from clearhead import cli, heads, masks, models
 
 # Heads that are their masks: rows have one source, so that weights are known. The last is even.
 TOKENS = torch.tensor([9, *[4, 5, 6, 7] * 6])
@@ -118,3 +118,54 @@ def test_refusals(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
     for arguments, message in cases:
         assert cli.main(["heads", *map(str, arguments)]) == 2, arguments
         assert message in capsys.readouterr().err, arguments
+
+
+def test_the_calls_that_cut_what_was_found(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each call is run as it is printed, and moves the heads of its role and no other."""
+    found = json.loads(printed(capsys, file, "--json"))
+    roles = {role: having for role, having in found["roles"].items() if having}
+    assert found["cuts"].keys() == {"model", *roles}
+    assert found["cuts"]["model"] == "model = ch.models.load('a model [of/tests]')"
+    size = len(TOKENS)
+    edges = torch.stack([mask.dense(size, size).reshape(size, size) for mask in PATTERNS])
+    values = torch.randn(1, len(PATTERNS), size, 4)
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(1, len(PATTERNS), size, 4)
+        return ch.attend(x, x, values, masks.dense(edges[None]))
+
+    lines = printed(capsys, file).splitlines()
+    before = model(TOKENS)
+    for role, having in roles.items():
+        call = found["cuts"][role]
+        assert f"  {call}" in lines
+        names = {"ch": ch, "model": model, "tokens": TOKENS[None]}
+        with eval(call, names):
+            moved = (model(TOKENS) - before).abs().amax((0, 2, 3)).nonzero().flatten().tolist()
+        assert moved == sorted(head["head"] for head in having), role
+
+
+def test_a_table_names_the_model_that_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.txt"
+    page.write_text("hell or shell, shell or hell\n")
+    torch.manual_seed(0)
+    words = models.Characters.of("hel orst,")
+    model = models.GPT(words, layers=1, width=8, heads=2)
+    torch.nn.init.zeros_(model.blocks[0].attention.query_layer.weight)  # type: ignore[arg-type]
+    models.save(model, tmp_path / "it's")
+    for more, call in (
+        ([], "model = ch.models.load()"),
+        (["--model", str(tmp_path / "it's")], None),
+    ):
+        out = tmp_path / "table"
+        scan = ["scan", str(page), "--out", str(out), "--force", *more]
+        assert cli.main(scan) == 0
+        capsys.readouterr()
+        cuts = json.loads(printed(capsys, out, "--threshold", 0.01, "--json"))["cuts"]
+        assert call in (None, cuts["model"])
+        names: dict[str, Any] = {"ch": ch}
+        exec(cuts["model"], names)
+        assert ch.models.encode(names["model"], "hell").shape == (1, 4)
+        assert len(names["model"].blocks) == (1 if more else 4)

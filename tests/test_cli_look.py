@@ -319,3 +319,64 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [name for name in COMMANDS if name not in shown]
     assert "start with:  clearhead look hell\n" in shown
     assert "exit codes:  0 ok, 1 a finding, 2 misuse, 130 stopped\n" in shown
+
+
+# --- without heads ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [["--without", "3.1,0.2"], ["--without", "3.1", "--without", "0.2"]]
+)
+def test_the_difference_without_heads(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    seen = document(capsys, "look", "hello shell", "--top", "3", *words)
+    assert seen["without"]["heads"] == [[3, 1], [0, 2]]
+    # Heads are ablated by hand: their part of what `join` reads is 0.
+    model: Any = models.load()
+    tokens, hooks = model.vocabulary.encode("hello shell")[None], []
+    for layer, head in ((3, 1), (0, 2)):
+
+        def cut(module: Any, inputs: tuple[torch.Tensor], head: int = head) -> Any:
+            context = inputs[0].unflatten(-1, (4, -1)).clone()
+            context[..., head, :] = 0
+            return (context.flatten(-2),)
+
+        hooks.append(model.blocks[layer].attention.join.register_forward_pre_hook(cut))
+    with torch.no_grad():
+        after = model(tokens)[0, -1].softmax(-1)
+        for hook in hooks:
+            hook.remove()
+        before = model(tokens)[0, -1].softmax(-1)
+    rows = seen["without"]["predictions"]
+    best = {*before.topk(3).indices.tolist(), *after.topk(3).indices.tolist()}
+    assert {row["id"] for row in rows} == best
+    for row in rows:
+        assert row["probability"] == pytest.approx(before[row["id"]].item(), rel=1e-4)
+        assert row["without"] == pytest.approx(after[row["id"]].item(), rel=1e-4)
+        assert row["change"] == pytest.approx(row["without"] - row["probability"], abs=1e-6)
+    assert seen["predictions"][0]["probability"] == pytest.approx(before.max().item(), rel=1e-4)
+    shown = printed(capsys, "look", "hello shell", "--top", "3", *words)
+    assert "without heads 3.1, 0.2?\n prediction   probability   without   change\n" in shown
+    first = rows[0]
+    line = f"{first['probability']:.3f} {first['without']:.3f} {first['change']:+.3f}"
+    assert f" {first['label']} {line}" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("without", "part"),
+    [
+        ("3", "--without: names a head; got '3'"), ("a.b", "names a head"),
+        ("1.2.3", "names a head"), ("-1.0", "names a head"), ("", "names a head"),
+        ("4.0", "--without: must be within 0..3; got 4"),
+        ("0.4", "--without: must be within 0..3; got 4"),
+    ],
+)  # fmt: skip
+def test_heads_that_are_none(without: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert part in refusal(capsys, "look", "hell", f"--without={without}")
+
+
+def test_an_rnn_has_no_heads_to_do_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models.save(models.RNN(models.Characters.of("hello"), layers=1, width=8), tmp_path)
+    refused = refusal(capsys, "look", "hell", "--model", str(tmp_path), "--without", "0.0")
+    assert "--without: chooses attention, and an RNN has none" in refused

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -459,3 +460,73 @@ def test_it_reads_english_better_than_letter_pairs(shipped):
     logits = shipped(windows[:, :-1])
     read = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
     assert read < counted - 0.5
+
+
+# --- one loader ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    """Directories of a small GPT-2 and BERT of transformers, with a tokenizer of words."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["[UNK]", "[MASK]", "hell", "or", "shell"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", mask_token="[MASK]"
+    )
+    torch.manual_seed(0)
+    made = {
+        "gpt2": transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=5, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+        ),
+        "bert": transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                intermediate_size=8,
+            )
+        ),
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("hugging-face")
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder, made
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_model_of_transformers_is_loaded_by_its_directory(hugging_face, name, kind):
+    folder, made = hugging_face
+    model = models.load(kind(folder / name))
+    assert type(model) is type(made[name])
+    assert not model.training
+    tokens = models.encode(model, "hell or shell")
+    assert tokens.tolist() == [[2, 3, 4]]
+    with torch.no_grad():
+        expected = made[name].eval()(input_ids=tokens).logits
+        assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+def test_the_loader_reads_what_the_command_reads(hugging_face, tmp_path, monkeypatch):
+    folder, _ = hugging_face
+    monkeypatch.chdir(folder)
+    assert type(models.load("gpt2")).__name__ == "GPT2LMHeadModel"
+    models.save(GPT(Characters.of("hel"), layers=1, width=8, heads=2), tmp_path / "own")
+    assert models.encode(models.load(str(tmp_path / "own")), "hell").tolist() == [[1, 0, 2, 2]]
+    assert models.encode(models.load(), "hell").shape == (1, 4)
+    (tmp_path / "a.gguf").write_bytes(b"not a model")
+    for spec, words in (
+        (tmp_path / "a.gguf", "a file must be GGUF"),
+        ("no/model/at/all", r"there is no model\.safetensors in no/model/at/all"),
+        ("gpt3", "there is no such file or directory(.|\n)*did you mean gpt2"),
+        ("owner/name", "model: is no directory here"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            models.load(spec)
+
+
+def test_a_model_of_token_numbers_reads_no_text():
+    with pytest.raises(ValueError, match="model: knows no text, only token ids"):
+        models.encode(GPT(17, layers=1, width=8, heads=2), "hell")

@@ -13,10 +13,12 @@ from clearhead._core import value_error
 __all__ = ["add_text", "examples", "named", "note", "text_of"]
 
 
-def examples(parser: argparse.ArgumentParser, *lines: str) -> None:
-    """Close the help of a command with examples."""
+def examples(parser: argparse.ArgumentParser, *lines: str, notes: str = "") -> None:
+    """Close the help of a command with what has to be known of it, and with examples."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+    parser.epilog = "\n".join(
+        [*([notes] if notes else []), "examples:", *(f"  {x}" for x in lines)]
+    )
 
 
 def add_text(parser: argparse.ArgumentParser, metavar: str, words: str) -> None:

@@ -15,7 +15,24 @@ if TYPE_CHECKING:
 
 # Random tokens, unless another number is asked for.
 LENGTH = 32
+PROOF = """\
+what it proves: with these weights and inputs, new content at a forbidden source
+moves an output (exit code 1, with the pair and the module where it comes in),
+or moves none by more than rounding (exit code 0).
+what it cannot prove: that nothing leaks with other inputs, lengths or weights,
+below the rounding that the report names, or from what is no token and no float
+input. What a --budget or outputs of NaN leave untested is exit code 3.
+"""
 HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
+
+
+# Questions that compare a fixed set of runs.
+_QUESTIONS = {
+    "padding": "does padding change what is real?",
+    "batch": "do samples of a batch see each other?",
+    "generation": "cached decoding against one pass",
+    "modes": "train, eval and backends compared",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EXPR",
         help='who may see whom, as a mask: "causal & window(4)" (default: causal)',
     )
-    asked.add_argument("--padding", action="store_true", help="does padding change what is real?")
-    asked.add_argument("--batch", action="store_true", help="do samples of a batch see each other?")
+    for name, words in _QUESTIONS.items():
+        asked.add_argument(f"--{name}", action="store_true", help=words)
     asked.add_argument(
         "--documents", metavar="IDS", help="packed documents, a number a position: 0,0,0,1,1"
     )
-    asked.add_argument("--generation", action="store_true", help="cached decoding against one pass")
-    asked.add_argument("--modes", action="store_true", help="train, eval and backends compared")
     parser.add_argument("--depth", type=int, metavar="N", help="compose the mask over N layers (1)")
     parser.add_argument("--budget", type=int, metavar="N", help="run at most N changed inputs")
     source = parser.add_mutually_exclusive_group()
@@ -53,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clearhead audit tale-bert --allowed everything",
         'clearhead audit my.model:make --allowed "causal & window(4)" --depth 2',
         "clearhead audit my.model:make --documents 0,0,0,1,1",
+        notes=PROOF,
     )
 
 
@@ -73,11 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _audit(arguments: argparse.Namespace) -> Report:
     """Load the model, make the inputs, and ask the question that was named."""
     from clearhead import models
+    from clearhead.views import open_with_inputs
 
     ids = _numbers(arguments.documents) if arguments.documents is not None else None
     with named(model="SPEC", length="--length", text="--text"):
         length = len(ids) if ids else LENGTH if arguments.length is None else arguments.length
-        model, inputs = _load(arguments, length)
+        model, inputs, given = open_with_inputs(arguments.spec, arguments.text, length)
+        if given and arguments.length is not None:
+            note(f"--length has no use: {arguments.spec} gives inputs of its own")
         known = (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError)
         with models.small_threads(model, length), models.model_errors("the model", *known):
             return _ask(arguments, model, inputs, ids)
@@ -102,50 +121,21 @@ def _ask(arguments: argparse.Namespace, model: Any, inputs: Any, ids: list[int] 
         return audit(model, inputs, masks.parse(arguments.allowed or "causal"), **options)
 
 
-def _load(arguments: argparse.Namespace, length: int) -> tuple[Any, Any]:
-    from clearhead import models
-
-    spec, text = arguments.spec, arguments.text
-    if models.is_factory(spec):
-        if text is not None:
-            hint = "let the factory give (model, inputs)"
-            raise value_error("text", "needs a model with a tokenizer", got=repr(spec), hint=hint)
-        model, inputs = models.from_factory(spec)
-        if inputs is not None and arguments.length is not None:
-            note(f"--length has no use: {spec} gives inputs of its own")
-        return model, models.random_tokens(model, length) if inputs is None else inputs
-    from clearhead.views import open_reader
-
-    models.refuse_bare_module(spec)
-    reader = open_reader(spec, f"{models.KINDS}, or package.module:factory, which makes one")
-    if text is None:
-        reader.must_fit("length", length)
-        tokens = models.random_tokens(reader.model, length)
-    else:
-        tokens = reader.tokens(text)
-    return reader.model, models.named_inputs(reader.model, tokens)
-
-
 def _check_use(arguments: argparse.Namespace) -> None:
     """Refuse, or name, an option that the question leaves unread."""
-    asked = [n for n in ("padding", "batch", "generation", "modes") if getattr(arguments, n)]
+    asked = [name for name in _QUESTIONS if getattr(arguments, name)]
     given = [n for n in ("depth", "budget") if getattr(arguments, n) is not None]
     if asked and given:
-        raise value_error(
-            f"--{given[0]}",
-            f"says nothing to --{asked[0]}, which compares a fixed set of runs",
-            got=getattr(arguments, given[0]),
-            hint="leave it out, or ask with --allowed or --documents",
-        )
+        rule = f"says nothing to --{asked[0]}, which compares a fixed set of runs"
+        hint = "leave it out, or ask with --allowed or --documents"
+        raise value_error(f"--{given[0]}", rule, got=getattr(arguments, given[0]), hint=hint)
     if arguments.documents is not None and arguments.length is not None:
         note("--length has no use: --documents has a number for each token")
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        numbers = [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers:
-        raise value_error("--documents", "must be numbers with commas, 0,0,1,1", got=repr(text))
-    return numbers
+        rule = "must be numbers with commas, 0,0,1,1"
+        raise value_error("--documents", rule, got=repr(text)) from None

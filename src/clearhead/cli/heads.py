@@ -47,12 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.top < 1:
         raise value_error("--top", "must be at least 1", got=arguments.top)
-    from clearhead.heads import atlas
+    from clearhead.heads import atlas, cut_calls
     from clearhead.heads.corpus import read
     from clearhead.views import document, render_atlas
 
     about, table = read(Path(arguments.file).expanduser())
     found = {"about": about, **atlas(table, threshold=arguments.threshold, alike=arguments.alike)}
+    found["cuts"] = cut_calls(about, found, arguments.top)
     if arguments.json:
         print(document(found))
     else:

@@ -34,12 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=int, default=5, metavar="K", help="how many predictions and sources (5)"
     )
+    parser.add_argument(
+        "--without",
+        metavar="L.H",
+        action="append",
+        default=[],
+        help="the predictions without a head, as 18.6; several with commas",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     examples(
         parser,
         "clearhead look hell",
         'clearhead look "a yellow bell" --at -3 --layer 1 --head 2',
         'clearhead look "he[MASK]lo" --model tale-bert',
+        "clearhead look hell --without 3.1,2.2",
         "clearhead look --file page.txt --model HuggingFaceTB/SmolLM2-135M",
     )
 
@@ -48,16 +56,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Look, then print as text or JSON."""
     if arguments.top < 1:
         raise value_error("--top", "must be at least 1", got=arguments.top)
+    without = [_head(part) for given in arguments.without for part in given.split(",")]
     text = text_of(arguments, "TEXT")
     from clearhead.views import document, look_at, open_reader, render_look
 
     with named(model="--model"):
         reader = open_reader(arguments.model)
     chosen = {name: getattr(arguments, name) for name in ("at", "layer", "head", "top")}
-    with named(text="TEXT", tokens="TEXT", at="--at", layer="--layer", head="--head"):
-        seen = look_at(reader, text, **chosen)
+    options = {name: f"--{name}" for name in ("at", "layer", "head", "without")}
+    with named(text="TEXT", tokens="TEXT", **options):
+        seen = look_at(reader, text, without=without, **chosen)
     if arguments.json:
         print(document(seen))
     else:
         render_look(seen)
     return 0
+
+
+def _head(text: str) -> tuple[int, int]:
+    layer, dot, head = text.strip().partition(".")
+    if not (dot and layer.isdecimal() and head.isdecimal()):
+        hint = "give LAYER.HEAD, as in --without 18.6"
+        raise value_error("--without", "names a head", got=repr(text), hint=hint)
+    return int(layer), int(head)

@@ -12,7 +12,6 @@ from clearhead.cli.arguments import examples, named
 
 if TYPE_CHECKING:
     from clearhead.heads.corpus import Checkpoint, Corpus, Job
-    from clearhead.views import Reader
 
 HELP = "measure what every head does over a corpus, as a Parquet table"
 # Tokens of a sequence, unless the model reads fewer.
@@ -111,18 +110,13 @@ def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) 
         hint = "scan a gpt or bert; clearhead look shows what an answer of an RNN depends on"
         rule = "an RNN has no attention, so there is nothing to measure"
         raise value_error("--model", rule, got=reader.name, hint=hint)
+    length = arguments.length or min(LENGTH, reader.limit or LENGTH)
+    reader.must_fit("--length", length)
     return make_job(
-        reader.model, reader.name, reader.encode, corpus, checkpoint,
-        length=_length(reader, arguments.length), limit=arguments.limit,
+        reader.model, reader.name, arguments.model, reader.encode, corpus, checkpoint,
+        length=length, limit=arguments.limit,
         per_document=arguments.per_document, every=arguments.every,
     )  # fmt: skip
-
-
-def _length(reader: Reader, asked: int | None) -> int:
-    if asked is None:
-        return min(LENGTH, reader.limit or LENGTH)
-    reader.must_fit("--length", asked)
-    return asked
 
 
 def _scan(arguments: argparse.Namespace, job: Job, stop: StopRequests) -> int:

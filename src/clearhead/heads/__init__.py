@@ -22,7 +22,7 @@ the sequences. Variances are population variances over the same rows or sequence
 from __future__ import annotations
 
 from clearhead.heads.attention_rollout import Rollout, rollout
-from clearhead.heads.roles import ROLES, atlas, groups
+from clearhead.heads.roles import ROLES, atlas, cut_calls, groups
 from clearhead.heads.statistics import STATISTICS, Statistic
 from clearhead.heads.survey import Survey, TableRow, measure
 
@@ -34,6 +34,7 @@ __all__ = [
     "Survey",
     "TableRow",
     "atlas",
+    "cut_calls",
     "groups",
     "measure",
     "rollout",

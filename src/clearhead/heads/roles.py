@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead._core import type_error
 
-__all__ = ["ROLES", "atlas", "groups", "pooled"]
+__all__ = ["ROLES", "atlas", "cut_calls", "groups", "pooled"]
 
 # A head has a role where its mean of this statistic reaches the threshold. The letter marks it in
 # the picture, which draws the first role in this order.
@@ -23,6 +23,14 @@ ROLES = {
     "precursor": ("B", "token before an earlier occurrence"),
     "entropy_normalized": ("~", "even"),
     "local": ("L", "local"),
+}
+# The edges of a role in Python, where it is a set of edges.
+_EDGES = {
+    "previous": "ch.masks.diagonal(1)",
+    "induction": "ch.masks.induction(tokens)",
+    "duplicate": "ch.masks.duplicate(tokens)",
+    "self": "ch.masks.diagonal(0)",
+    "sink": "ch.masks.first(1)",
 }
 # Much of a short text is local. A first row, which has one source, lowers the mean of even heads.
 _OWN_THRESHOLD = {"local": 0.9, "entropy_normalized": 0.95}
@@ -89,6 +97,25 @@ def _head(layer: int, head: int, found: dict[str, Any], threshold: float) -> dic
     roles = [role for role in ROLES if means.get(role, 0.0) >= _least(role, threshold)]
     module = next(iter(found.values()))["module"]
     return {"layer": layer, "head": head, "module": module, "roles": roles, "means": means}
+
+
+def cut_calls(about: dict[str, Any], found: dict[str, Any], most: int) -> dict[str, str]:
+    """Return the Python calls that cut the heads of each role, at most `most` of each.
+
+    A role that is a set of edges loses those edges; the heads of any other role are ablated.
+    "model" loads the model; a call holds for a `with` block in which the model reads `tokens`.
+    """
+    calls = {}
+    for role, having in found["roles"].items():
+        heads = [(head["layer"], head["head"]) for head in having[:most]]
+        if heads and role in _EDGES:
+            calls[role] = f"ch.knockout(model, {_EDGES[role]}, heads={heads})"
+        elif heads:
+            calls[role] = f"ch.ablate(model, {heads})"
+    if not calls:
+        return {}
+    spec = about.get("spec", about["model"])
+    return {"model": f"model = ch.models.load({'' if spec is None else repr(spec)})", **calls}
 
 
 def _least(role: str, threshold: float) -> float:

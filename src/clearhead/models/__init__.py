@@ -1,7 +1,8 @@
 """Three small models to learn from, each one file read from top to bottom.
 
 `GPT` (causal, next token), `BERT` (both ways, hidden tokens) and `RNN` (one state carried along:
-the contrast). `clearhead.models.train` trains all three; `load` reads what it saved.
+the contrast). `clearhead.models.train` trains all three; `load` reads what it saved, and whatever
+else the command reads: directories and ids of Hugging Face, GGUF files.
 """
 
 from __future__ import annotations
@@ -10,29 +11,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from clearhead.models.bert import BERT
-from clearhead.models.checkpoint import is_checkpoint, load, save
+from clearhead.models.checkpoint import is_checkpoint, save
 from clearhead.models.generating import generate, stream
 from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN
+from clearhead.models.sources import (
+    KINDS,
+    LoadedModel,
+    encode,
+    find_model,
+    from_factory,
+    is_factory,
+    load,
+    maskable_inputs,
+    missing_model,
+    model_errors,
+    named_inputs,
+    packed_inputs,
+    random_tokens,
+    refuse_bare_module,
+)
 from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import small_threads
 
 if TYPE_CHECKING:
     from clearhead.models.runs import begin, output_directory, run_and_save, samples
-    from clearhead.models.sources import (
-        KINDS,
-        LoadedModel,
-        find_model,
-        from_factory,
-        is_factory,
-        maskable_inputs,
-        missing_model,
-        model_errors,
-        named_inputs,
-        packed_inputs,
-        random_tokens,
-        refuse_bare_module,
-    )
     from clearhead.models.train import Settings, Step, Training, resume, text_of, text_training
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "Step",
     "Training",
     "begin",
+    "encode",
     "find_model",
     "from_factory",
     "generate",
@@ -75,11 +79,6 @@ __all__ = [
 # Imported at the first use: `python -m clearhead.models.train` runs a module that is not imported.
 _LATER = {
     "runs": ("begin", "output_directory", "run_and_save", "samples"),
-    "sources": (
-        "KINDS", "LoadedModel", "find_model", "from_factory", "is_factory", "maskable_inputs",
-        "missing_model", "model_errors",
-        "named_inputs", "packed_inputs", "random_tokens", "refuse_bare_module",
-    ),
     "train": ("Settings", "Step", "Training", "resume", "text_of", "text_training"),
 }  # fmt: skip
 _HOMES = {name: home for home, names in _LATER.items() for name in names}

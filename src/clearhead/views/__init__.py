@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from clearhead.views.json import document
     from clearhead.views.look import look_at
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
-    from clearhead.views.reader import Reader, open_reader
+    from clearhead.views.reader import Reader, open_reader, open_with_inputs
     from clearhead.views.streams import output_streams
     from clearhead.views.terminal import Terminal
     from clearhead.views.text.audit import render_report
@@ -30,6 +30,7 @@ __all__ = [
     "document",
     "look_at",
     "open_reader",
+    "open_with_inputs",
     "output_streams",
     "render_atlas",
     "render_info",
@@ -54,6 +55,7 @@ _HOMES = {
     "document": "json",
     "look_at": "look",
     "open_reader": "reader",
+    "open_with_inputs": "reader",
     "output_streams": "streams",
     "render_atlas": "text.heads",
     "render_info": "text.info",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from clearhead.views.reader import Reader
 
-__all__ = ["difference_without"]
+__all__ = ["difference_without", "predictions_without"]
 
 # At most so many of the strongest sources are cut, one by one, for the rank correlation.
 LIMIT = 16
@@ -44,6 +44,36 @@ def difference_without(
         "rank_correlation": None if math.isnan(correlation) else correlation,
         "words": found.words,
     }
+
+
+def predictions_without(
+    reader: Reader,
+    ids: list[int],
+    at: int,
+    logits: Tensor,
+    heads: list[tuple[int, int]],
+    top: int,
+) -> list[dict[str, Any]]:
+    """Ablate heads (their output is 0), and compare the best predictions with and without them."""
+    from clearhead.intervention import ablate
+
+    with ablate(reader.model, heads):
+        cut = reader.predict(ids)
+    assert cut is not None
+    before, after = (each[at].float().softmax(-1) for each in (logits, cut))
+    best = {*before.topk(min(top, len(before))).indices.tolist()}
+    best |= {*after.topk(min(top, len(after))).indices.tolist()}
+    rows = [
+        {
+            "id": id_,
+            "label": reader.labels([id_])[0],
+            "probability": float(before[id_]),
+            "without": float(after[id_]),
+            "change": float(after[id_] - before[id_]),
+        }
+        for id_ in best
+    ]
+    return sorted(rows, key=lambda row: (-row["probability"], row["id"]))
 
 
 def _strongest(weights: Tensor, most: int) -> list[int]:

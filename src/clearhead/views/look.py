@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ class Asked:
     layer: int | None
     head: int | None
     top: int
+    without: list[tuple[int, int]]
 
 
 def look_at(
@@ -39,8 +41,12 @@ def look_at(
     layer: int | None = None,
     head: int | None = None,
     top: int = 5,
+    without: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Any]:
-    """Run the model over `text` once and gather what is shown, as one JSON-ready dictionary."""
+    """Run the model over `text` and gather what is shown, as one JSON-ready dictionary.
+
+    `without` names heads as (layer, head); the predictions are shown with and without them.
+    """
     from clearhead.models import small_threads
 
     ids, notes = _fitting(reader, reader.encode(text))
@@ -57,7 +63,7 @@ def look_at(
         "at": at,
         "masked": masked,
     }
-    asked = Asked(reader, ids, names, at, layer, head, top)
+    asked = Asked(reader, ids, names, at, layer, head, top, list(without))
     with small_threads(reader.model, len(ids)):
         found = _attention(asked) if reader.attends else _influence(asked)
     return shown | found | {"notes": [*notes, *found["notes"]]}
@@ -97,6 +103,7 @@ def _attention(asked: Asked) -> dict[str, Any]:
         "head": head,
         "sources": _sources(asked, row, "weight"),
         "difference": None if logits is None else _difference(asked, layers, layer, head),
+        "without": _without(asked, layers, logits) if asked.without else None,
         "heads": _heads(layers, asked.names),
         "map": _map(layers[layer], head) if whole else None,
         "notes": [str(note) for note in records.notes],
@@ -117,7 +124,8 @@ def _influence(asked: Asked) -> dict[str, Any]:
 
     from clearhead.dependence import influence
 
-    for name, given in (("layer", asked.layer), ("head", asked.head)):
+    chosen = {"layer": asked.layer, "head": asked.head, "without": asked.without or None}
+    for name, given in chosen.items():
         if given is not None:
             raise value_error(name, "chooses attention, and an RNN has none", hint="leave it out")
     model, tokens = asked.reader.model, torch.tensor([asked.ids])
@@ -129,6 +137,7 @@ def _influence(asked: Asked) -> dict[str, Any]:
         "sources": None,
         "influence": _sources(asked, strengths, "influence"),
         "difference": None,
+        "without": None,
         "heads": [],
         "map": None,
         "notes": [],
@@ -156,6 +165,23 @@ def _difference(
     found = {"where": where, "mean_over": over}
     reader, ids = asked.reader, asked.ids
     return found | difference_without(reader, ids, asked.at, weights, asked.names, pairs, asked.top)
+
+
+def _without(
+    asked: Asked, layers: list[dict[str, Any]], logits: Tensor | None
+) -> dict[str, Any] | None:
+    """Ablate heads, all at once, and give the predictions before and after."""
+    from clearhead.views.difference import predictions_without
+
+    if logits is None:
+        raise value_error("without", "needs a model that predicts tokens", got=asked.reader.name)
+    heads = []
+    for layer, head in asked.without:
+        layer = _index("without", layer, len(layers), default=0)
+        head = _index("without", head, len(layers[layer]["rows"]), default=0)
+        heads.append((layers[layer]["layer"], head))
+    found = predictions_without(asked.reader, asked.ids, asked.at, logits, heads, asked.top)
+    return {"heads": [list(pair) for pair in asked.without], "predictions": found}
 
 
 def _position(reader: Reader, ids: list[int], at: int | None) -> int:

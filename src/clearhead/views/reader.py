@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from clearhead._core import value_error
-from clearhead.models import KINDS, Characters, LoadedModel, find_model
+from clearhead.models import (
+    KINDS,
+    Characters,
+    LoadedModel,
+    find_model,
+    from_factory,
+    is_factory,
+    named_inputs,
+    random_tokens,
+    refuse_bare_module,
+)
 from clearhead.views.labels import label, labels, token_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reader", "open_reader"]
+__all__ = ["Reader", "open_reader", "open_with_inputs"]
 
 
 def open_reader(spec: str | None, kinds: str = KINDS) -> Reader:
@@ -19,6 +29,24 @@ def open_reader(spec: str | None, kinds: str = KINDS) -> Reader:
     loaded = find_model(spec, kinds)
     characters = isinstance(loaded.tokenizer, Characters)
     return CharacterReader(loaded) if characters else Reader(loaded)
+
+
+def open_with_inputs(spec: str | None, text: str | None, length: int) -> tuple[Any, Any, bool]:
+    """Load a model, or make it with a factory; give it, its inputs, and whether it came with them.
+
+    The inputs are those of the factory, the tokens of `text`, or `length` random tokens.
+    """
+    if is_factory(spec):
+        if text is not None:
+            hint = "let the factory give (model, inputs)"
+            raise value_error("text", "needs a model with a tokenizer", got=repr(spec), hint=hint)
+        model, inputs = from_factory(spec)
+        own = inputs is not None
+        return model, inputs if own else random_tokens(model, length), own
+    refuse_bare_module(spec)
+    reader = open_reader(spec, f"{KINDS}, or package.module:factory, which makes one")
+    tokens = reader.random_tokens(length) if text is None else reader.tokens(text)
+    return reader.model, named_inputs(reader.model, tokens), False
 
 
 class Reader:
@@ -72,6 +100,11 @@ class Reader:
             raise value_error("text", "needs at least one token", got=repr(text))
         self.must_fit("text", len(ids))
         return torch.tensor([ids])
+
+    def random_tokens(self, length: int) -> Tensor:
+        """Draw one sequence of tokens, (1, length), the same each time."""
+        self.must_fit("length", length)
+        return random_tokens(self.model, length)
 
     def labels(self, ids: list[int]) -> list[str]:
         """Return a visible label for each token of a sequence."""

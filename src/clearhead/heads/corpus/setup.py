@@ -81,6 +81,7 @@ def check_unfinished(checkpoint: Checkpoint, *, force: bool, resume: bool) -> No
 def make_job(
     model: Any,
     name: str,
+    spec: str | None,
     encode: Callable[[str], list[int]],
     corpus: Corpus,
     checkpoint: Checkpoint,
@@ -90,9 +91,13 @@ def make_job(
     per_document: bool,
     every: float,
 ) -> Job:
-    """Set up a scan of `corpus` with a model and the function that makes token ids of a text."""
+    """Set up a scan of `corpus` with a model and the function that makes token ids of a text.
+
+    `name` is for people, `spec` what loads the model again (None: the model that is shipped).
+    """
     about: dict[str, Any] = {
         "model": name,
+        "spec": spec,
         "weights": _fingerprint(model),
         "corpus": str(corpus.path),
         "contents": f"{corpus.size} bytes, {_contents(corpus.path)}",

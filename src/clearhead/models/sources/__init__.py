@@ -14,15 +14,17 @@ from clearhead.models.sources.inputs import (
     packed_inputs,
     random_tokens,
 )
-from clearhead.models.sources.loader import LoadedModel, find_model
+from clearhead.models.sources.loader import LoadedModel, encode, find_model, load
 from clearhead.models.sources.names import KINDS, missing_model
 
 __all__ = [
     "KINDS",
     "LoadedModel",
+    "encode",
     "find_model",
     "from_factory",
     "is_factory",
+    "load",
     "maskable_inputs",
     "missing_model",
     "model_errors",

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from clearhead.views.terminal import Terminal
 
-__all__ = ["render_difference"]
+__all__ = ["render_difference", "render_without"]
 
 
 def render_difference(seen: dict[str, Any], console: Terminal) -> None:
@@ -28,18 +28,35 @@ def render_difference(seen: dict[str, Any], console: Terminal) -> None:
     for name in ("", "source", over, "probability", "change"):
         table.add_column(name, justify="left" if name == "source" else "right", no_wrap=True)
     for row in found["sources"]:
-        style = (
-            "bold red" if row["change"] < -0.05 else "bold green" if row["change"] > 0.05 else ""
-        )
         table.add_row(
             Text(str(row["position"]), style="dim"),
             Text(row["label"], style="bold"),
             f"{row['weight']:.3f}",
             f"{row['probability']:.3f}",
-            Text(f"{row['change']:+.3f}", style=style),
+            _change(row["change"]),
         )
     console.print(table)
     console.print(_verdict(found, len(seen["tokens"])))
+
+
+def render_without(seen: dict[str, Any], console: Terminal, asker: Text) -> None:
+    """Draw the predictions with and without the heads that were ablated."""
+    found = seen["without"]
+    names = ", ".join(f"{layer}.{head}" for layer, head in found["heads"])
+    which = f"head {names}" if len(found["heads"]) == 1 else f"heads {names}"
+    console.print(Text.assemble("\nWhat changes at ", asker, f" without {which}?"))
+    table = Table(box=None, padding=(0, 2, 0, 1), header_style="dim")
+    for name in ("prediction", "probability", "without", "change"):
+        table.add_column(name, justify="left" if name == "prediction" else "right", no_wrap=True)
+    for row in found["predictions"]:
+        numbers = (f"{row['probability']:.3f}", f"{row['without']:.3f}")
+        table.add_row(Text(row["label"], style="bold"), *numbers, _change(row["change"]))
+    console.print(table)
+
+
+def _change(change: float) -> Text:
+    style = "bold red" if change < -0.05 else "bold green" if change > 0.05 else ""
+    return Text(f"{change:+.3f}", style=style)
 
 
 def _verdict(found: dict[str, Any], tokens: int) -> str:

@@ -34,6 +34,13 @@ def render_atlas(found: dict[str, Any], top: int) -> None:
         if having := found["roles"][role]:
             console.print(_line(name, role, having, top))
     console.print(_redundant(found))
+    if found["cuts"]:
+        words = (
+            "In Python (import clearhead as ch) `with CALL: model(tokens)` cuts them; the calls:"
+        )
+        console.print(words, style="dim")
+        for call in found["cuts"].values():
+            console.print(Text(f"  {call}"), soft_wrap=True)
     console.print(
         f"A head has a role from a mean weight of {found['threshold']:g} on, half of it where "
         "tokens must repeat. Weights say where heads look, not what they do with it.",

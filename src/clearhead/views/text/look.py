@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clearhead.views.terminal import Terminal
-from clearhead.views.text.difference import render_difference
+from clearhead.views.text.difference import render_difference, render_without
 from clearhead.views.text.maps import shade, show_map
 from clearhead.views.text.words import many
 
@@ -24,6 +24,8 @@ def render_look(seen: dict[str, Any]) -> None:
         console.print(Text(f"note: {note}", style="dim"))
     asker = Text.assemble(f"position {seen['at']} ", (seen["tokens"][seen["at"]]["label"], "bold"))
     _show_predictions(seen, console, asker)
+    if seen["without"]:
+        render_without(seen, console, asker)
     if seen["sources"] is None:
         _show_influence(seen, console, asker)
         return
