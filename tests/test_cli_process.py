@@ -254,6 +254,13 @@ def test_a_finding_is_a_finding_even_if_nobody_reads_it(home: Path) -> None:
     assert done.stdout.split()[-1] == "1", done.stderr
 
 
+@pytest.mark.parametrize("words", ["--help", "look --help", "info", "mask causal -q 400"])
+def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
+    line = f"{sys.executable} -m clearhead {words} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 def test_a_text_without_end_ends_with_its_reader() -> None:
     line = f"{sys.executable} -m clearhead generate h --tokens 100000000 | head -c 20"
     done = subprocess.run(

@@ -13,6 +13,12 @@ from clearhead.cli.arguments import examples, named, note
 if TYPE_CHECKING:
     from clearhead.models import Training
 
+NOTES = """\
+how long: a bert on the text that ships with clearhead (36 kB) predicts hidden
+characters better than their frequencies (3.01 nats) after 60 steps, and is at
+2.0 nats after the 600 steps of the default. Ctrl-C and SIGTERM save; so does
+every --every'th second, and every validation.
+"""
 HELP = "train a small GPT, BERT or RNN on a text file"
 INTERRUPTED = 130  # as a shell gives it for a command that Ctrl-C ended
 STOPPING = "\nStopping after this step ...\n"
@@ -28,6 +34,11 @@ _NUMBERS = {
     "seed": "makes a run repeatable (0)",
     "threads": "threads to use (1 for a small model)",
 }
+_FLOATS = (
+    ("dropout", "SHARE", "share that is dropped in training (0.1)"),
+    ("lr", "RATE", "largest learning rate (0.003)"),
+    ("every", "SECONDS", "between checkpoints (30)"),
+)
 # What the library calls the arguments.
 _OPTIONS = {
     **{name: f"--{name}" for name in (*_NUMBERS, "dropout", "resume", "out")},
@@ -43,13 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="where the model goes (FILE-MODEL)")
     for name, words in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=words)
-    parser.add_argument(
-        "--dropout", type=float, metavar="SHARE", help="share that is dropped in training (0.1)"
-    )
-    parser.add_argument("--lr", type=float, metavar="RATE", help="largest learning rate (0.003)")
-    parser.add_argument(
-        "--every", type=float, default=30, metavar="SECONDS", help="between checkpoints (30)"
-    )
+    for name, metavar, words in _FLOATS:
+        parser.add_argument(f"--{name}", type=float, metavar=metavar, help=words)
     parser.add_argument("--resume", metavar="DIR", help="go on with a training that was stopped")
     parser.add_argument("--force", action="store_true", help="overwrite a model in --out")
     examples(
@@ -57,20 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clearhead train tale.txt",
         "clearhead train tale.txt --model bert --steps 2000 --out tale-bert",
         "clearhead train --resume tale-gpt --steps 1200",
+        notes=NOTES,
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, save at every validation and at the end, show a sample."""
-    try:
-        with named(**_OPTIONS):
-            return _train(arguments)
-    except RuntimeError as error:
-        # torch has no error of its own for this on the CPU.
-        if "can't allocate memory" not in str(error):
-            raise
-        advice = "take a smaller --batch, --length, --width or fewer --layers"
-        raise MemoryError(f"the training does not fit into memory: {advice}") from None
+    from clearhead.models import training_fits
+
+    with named(**_OPTIONS), training_fits("take a smaller --batch, --length, --width or --layers"):
+        return _train(arguments)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -90,7 +92,7 @@ def _train(arguments: argparse.Namespace) -> int:
             options = {"overwrite": arguments.force, "source": source}
             held.enter_context(output_directory(out, **options))
         with stop.deferred(), train_progress(training) as show:
-            run_and_save(training, out, arguments.every, stop, show)
+            run_and_save(training, out, stop, show, every=arguments.every)
         done = training.step == training.settings.steps
         found = samples(training.model, text) if done else {}
         print(*training_end(training, out, found), sep="\n")
@@ -99,7 +101,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _resumed_directory(arguments: argparse.Namespace) -> Path | None:
     """The directory that is resumed and written, unless --out names another one."""
-    if not arguments.every >= 0:
+    if not (arguments.every or 0) >= 0:
         raise value_error("--every", "must be a number of seconds", got=arguments.every)
     if arguments.resume is None or arguments.out is not None:
         return None

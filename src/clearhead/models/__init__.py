@@ -35,7 +35,7 @@ from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import small_threads
 
 if TYPE_CHECKING:
-    from clearhead.models.runs import begin, output_directory, run_and_save, samples
+    from clearhead.models.runs import begin, output_directory, run_and_save, samples, training_fits
     from clearhead.models.train import Settings, Step, Training, resume, text_of, text_training
 
 __all__ = [
@@ -74,11 +74,12 @@ __all__ = [
     "stream",
     "text_of",
     "text_training",
+    "training_fits",
 ]
 
 # Imported at the first use: `python -m clearhead.models.train` runs a module that is not imported.
 _LATER = {
-    "runs": ("begin", "output_directory", "run_and_save", "samples"),
+    "runs": ("begin", "output_directory", "run_and_save", "samples", "training_fits"),
     "train": ("Settings", "Step", "Training", "resume", "text_of", "text_training"),
 }  # fmt: skip
 _HOMES = {name: home for home, names in _LATER.items() for name in names}

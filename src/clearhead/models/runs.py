@@ -27,7 +27,7 @@ from clearhead.models.generating import generate
 from clearhead.models.text import Characters
 from clearhead.models.train import TRAINING_FILE, Settings, Step, Training, text_training
 
-__all__ = ["begin", "output_directory", "run_and_save", "samples"]
+__all__ = ["begin", "output_directory", "run_and_save", "samples", "training_fits"]
 
 
 def begin(
@@ -139,15 +139,16 @@ def _only_writer(path: Path) -> Iterator[None]:
 def run_and_save(
     training: Training,
     path: Path,
-    every: float,
     stop: StopRequests,
     show: Callable[[Step], None],
+    *,
+    every: float | None = None,
 ) -> None:
     """Train to the last step or to a request to stop.
 
-    The run is saved at each validation, after `every` seconds without one, and where it stops.
+    The run is saved at each validation, after `every` seconds (30) without one, and where it stops.
     """
-    saved = time.monotonic()
+    saved, every = time.monotonic(), 30 if every is None else every
     for step in training:
         show(step)
         late = time.monotonic() - saved >= every
@@ -156,6 +157,17 @@ def run_and_save(
             saved = time.monotonic()
         if stop.asked:
             return
+
+
+@contextmanager
+def training_fits(advice: str) -> Iterator[None]:
+    """Raise a MemoryError with advice where torch cannot allocate; it has no error of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"the training does not fit into memory: {advice}") from None
 
 
 def samples(model: Any, text: str) -> dict[str, str]:

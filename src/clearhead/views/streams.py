@@ -27,8 +27,13 @@ def output_streams() -> Iterator[None]:
         opened.enter_context(any_encoding())
         opened.enter_context(contextlib.redirect_stdout(SafeStream(out)))
         opened.enter_context(contextlib.redirect_stderr(SafeStream(err, needed=False)))
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+            sys.stdout.flush()
+        finally:
+            # Also where help was printed, which ends with SystemExit.
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
 
 
 class SafeStream:
