@@ -149,7 +149,7 @@ def test_typos_are_pointed_at(expression: str, said: str, under: str) -> None:
         "a = causal",
         "~" * 5000 + "causal",
         "(" * 3000 + "causal" + ")" * 3000,
-        "causal|" * 1400 + "causal",
+        "causal|" * 1400 + "causl",
         "[" * 200 + "]" * 200,
         "keep(" + "[" * 150 + "]" * 150 + ")",
         "9" * 9999,
@@ -171,6 +171,10 @@ def test_hostile_expressions_end_in_a_short_clear_error(expression: str) -> None
     with pytest.raises(ValueError, match="expression: ") as caught:
         masks.parse(expression)
     assert len(str(caught.value)) < 700
+
+
+def test_a_mask_of_very_many_parts_is_a_mask() -> None:
+    assert masks.parse("causal|" * 1400 + "causal").row(1, 4) == [0, 1]
 
 
 def test_line_breaks_are_spaces() -> None:
