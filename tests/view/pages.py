@@ -48,6 +48,7 @@ WEIGHTS: dict[str, np.ndarray] = {
     "cross": np.random.default_rng(3).dirichlet(np.ones(11), (2, 5)).astype(np.float32),
     "one": np.ones((1, 1, 1), np.float32),
     "other": causal_weights(3, 7, seed=9),
+    "live": causal_weights(2, 60, seed=4),
 }
 BROKEN = WEIGHTS["plain"].copy()
 BROKEN[:, 4] = np.nan
@@ -226,7 +227,38 @@ def wide(tokens: int = 4096, layers: int = 30, heads: int = 9) -> Record:
     return record
 
 
+def live() -> Record:
+    """Nothing but the rows that are asked for, 60 tokens of two heads."""
+    record = Record(_tokens(60), title="Live")
+    record.layer(WEIGHTS["live"], allowed=_lower(60), encoding=None, cells=4)
+    for head in range(2):
+        for query in range(60):
+            row = WEIGHTS["live"][head, query].astype("<f4").tobytes()
+            record.chunks[f"row/0/0/{head}/{query}"] = row
+    record.header["live"] = True
+    return record
+
+
+def damaged() -> Record:
+    record = Record(_tokens(7))
+    record.layer(WEIGHTS["plain"])
+    del record.chunks["full/0/0/1"]
+    return record
+
+
+def unlike() -> Record:
+    """Two records whose layers do not fit each other."""
+    record = Record(_tokens(7))
+    record.layer(WEIGHTS["plain"])
+    record.header["other"] = {"title": "", "name": "a", "other_name": "b", "layers": []}
+    record.layer(WEIGHTS["top"], prefix="other/")
+    return record
+
+
 RECORDS = {
+    "live": live,
+    "damaged": damaged,
+    "unlike": unlike,
     "plain": plain,
     "top": lambda: top(False),
     "planes": lambda: top(True),

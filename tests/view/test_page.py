@@ -46,6 +46,8 @@ def jobs(folder: Path) -> list[dict[str, Any]]:
         job("read", "batch", name="second", hash="#sample=1&query=6"),
         job("read", "plain", name="sorted", hash="#sort=sink&least=0.4"),
         *(job("words", name, name=f"{name}.words") for name in ("nothing", "atlas", "newer")),
+        job("read", "live", name="live.mean", hash="#head=mean"),
+        job("words", "damaged", name="unread", hash="#head=1"),
         job("options", "selected"),
         job("options", "compared", name="records"),
         job("colours", "broken", cells=[[0, 6], [4, 1], [2, 0], [6, 0]], queries=7, sources=7),
@@ -254,6 +256,24 @@ def test_records_at_the_edge(seen: Seen) -> None:
     assert "2 heads" in of(seen, "nothing.words")
     assert "reads clearhead.view version 1" in of(seen, "newer.words")
     assert of(seen, "patches")["where"]["title"] == "Where does #6 look?"
+
+
+def test_rows_that_are_asked_for_make_the_map(seen: Seen) -> None:
+    for name, weights in (("live", WEIGHTS["live"][0]), ("live.mean", WEIGHTS["live"].mean(0))):
+        shown = grid(of(seen, name)["csv"])
+        for (query, source), text in shown.items():
+            if source <= query:
+                assert float(text) == pytest.approx(weights[query, source], 1e-6)
+
+
+def test_what_cannot_be_read_is_said(seen: Seen) -> None:
+    assert "this page does not hold full/0/0/1" in of(seen, "unread")
+
+
+def test_records_that_do_not_fit_are_not_subtracted(seen: Seen) -> None:
+    shown = of(seen, "unlike")
+    assert np.float32(grid(shown["csv"])[6, 3]) == WEIGHTS["plain"][0, 6, 3]
+    assert "difference" not in shown["where"]["under"]
 
 
 def test_a_mask_page_says_who_may_attend_and_why(seen: Seen) -> None:

@@ -55,6 +55,7 @@ ALPHABET = np.frombuffer(
 )
 _COMMENT = re.compile(r"^\s*(?://|/\*\*|\*).*\n", re.MULTILINE)
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_WITHOUT_SCRIPT = "Where this line stays, scripts are off or the file is not complete."
 _FRAME = "html{color-scheme:light dark}body{margin:0}"
 
 
@@ -97,8 +98,9 @@ def _pieces(header: Mapping[str, Any], chunks: Mapping[str, bytes], place: str) 
     yield f'<meta http-equiv="Content-Security-Policy" content="{_policy(script, place)}">\n'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     yield f"<title>{_escaped(str(header.get('title', '')))} · clearhead</title>\n"
-    yield f'<style>{_FRAME}</style>\n</head>\n<body>\n<div id="clearhead"></div>\n'
-    yield "<noscript>This page draws itself with the script that it holds.</noscript>\n"
+    yield f"<style>{_FRAME}</style>\n</head>\n<body>\n"
+    # What stands inside is shown until the script, which comes last, draws the page.
+    yield f'<div id="clearhead"><p>{_WITHOUT_SCRIPT}</p></div>\n'
     if place == "file":
         yield '<script type="application/json" id="clearhead-header">'
         yield f"{_script_json(header)}</script>\n"

@@ -82,15 +82,18 @@ class Page {
     addEventListener("beforeprint", () => this.heads.paintAll());
     this.system.addEventListener("change", () => this.recolour());
     if (!model.entry) return;
+    model.report = (error) => { this.readout.textContent = `A part of the record could not be read: ${sentence(String(error.message), 200)}`; };
+    if (model.source.hash) addEventListener("hashchange", () => model.followHash());
+    this.atlas?.root.addEventListener("chosen", () => { if (model.drawn) this.map.root.scrollIntoView({ block: "center" }); });
     this.map.root.addEventListener("said", (event) => { this.readout.textContent = /** @type {CustomEvent} */ (event).detail; });
     this.map.painted.push(() => buildLegend(this.map, this.dark, this.legend));
     model.listen((changed) => this.onChange(changed));
     this.buildControls();
     this.strip.build();
-    void this.showPair();
-    void this.showSegments();
+    void this.showPair().catch(model.report);
+    void this.showSegments().catch(model.report);
     this.heads.build();
-    void this.heads.load().then(() => this.atlas?.build());
+    void this.heads.load().then(() => this.atlas?.build()).catch(model.report);
   }
 
   head() {
@@ -150,9 +153,9 @@ class Page {
     if (any("sort", "least", "sample", "side", "scale")) this.heads.build();
     if (any("sample")) this.atlas?.build();
     if (any("entry", "head")) this.heads.mark();
-    if (any("entry", "head", "sample", "side")) void this.showSegments();
+    if (any("entry", "head", "sample", "side")) void this.showSegments().catch(this.model.report);
     this.map.drawOver();
-    if (any("preview", "query", "source", "locked", "entry", "head", "sample", "side", "hide", "scale")) void this.showPair();
+    if (any("preview", "query", "source", "locked", "entry", "head", "sample", "side", "hide", "scale")) void this.showPair().catch(this.model.report);
   }
 
   /** Selects keep their focus: they are built anew only when they show something else. */
@@ -175,8 +178,8 @@ class Page {
     if (turn !== this.turn) return;
     this.strip.show(row, allowed);
     this.questions?.showRow(row, allowed);
-    void this.questions?.showColumn(model.watchedSource());
-    void this.why?.show();
+    void this.questions?.showColumn(model.watchedSource()).catch(model.report);
+    void this.why?.show().catch(model.report);
     this.readout.textContent = this.sayCell(row, allowed);
   }
 
@@ -229,7 +232,7 @@ class Page {
     this.strip.colour();
     this.heads.repaint();
     this.atlas?.build();
-    void this.showSegments();
+    void this.showSegments().catch(this.model.report);
   }
 
   /** @param {KeyboardEvent} event */

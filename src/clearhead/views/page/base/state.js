@@ -38,6 +38,8 @@ export class Model {
     this.listeners = [];
     /** @type {Set<string>} */
     this.changed = new Set();
+    /** @type {(error: Error) => void} tells the reader what could not be read */
+    this.report = () => {};
     this.state.query = this.lastQuery();
     if (source.hash) this.readHash();
   }
@@ -173,10 +175,19 @@ export class Model {
     return { data, s: sample, e: entry, h: head };
   }
 
+  /** Whether the other record has the same layer, with the same heads and positions. */
+  get comparable() {
+    const one = this.entry;
+    const other = this.header.other?.layers[this.state.entry];
+    if (!one || !other) return false;
+    const same = one.queries === other.queries && one.sources === other.sources;
+    return same && String(one.heads) === String(other.heads) && String(one.rows) === String(other.rows);
+  }
+
   /** The sides that count now, each with its sign. @returns {[Data, number][]} */
   sides() {
     const { side } = this.state;
-    if (!this.other || side === "this") return [[this.data, 1]];
+    if (!this.other || side === "this" || !this.comparable) return [[this.data, 1]];
     if (side === "other") return [[this.other, 1]];
     return [[this.data, 1], [this.other, -1]];
   }
@@ -205,6 +216,12 @@ export class Model {
     if (hide === "chosen") return new Set(source === null ? [] : [source]);
     const many = hide === "none" ? 0 : Number(hide);
     return new Set(Array.from({ length: Math.min(many, this.entry.sources) }, (_, i) => i));
+  }
+
+  /** The address was changed by hand, or by the way back. */
+  followHash() {
+    this.readHash();
+    for (const key of Object.keys(this.state)) this.tell(key);
   }
 
   writeHash() {

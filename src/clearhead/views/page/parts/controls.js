@@ -24,7 +24,8 @@ export function buildChoices(model, root) {
     choice("Layer", layers, String(state.entry), (e) => model.set({ entry: Number(e) }), { class: "wide" }),
     choice("Head", heads, String(entry.heads.length > 1 ? state.head : 0), (h) => model.set({ head: Number(h) })),
     header.samples > 1 ? choice("Sample", samples, String(state.sample), (s) => model.set({ sample: Number(s) })) : null,
-    other
+    other && !model.comparable ? element("p", { class: "under" }, "The other record has no such layer with these heads and positions.") : null,
+    other && model.comparable
       ? choice("Record", [["this", sentence(other.name, 40)], ["other", sentence(other.other_name, 40)], ["difference", "difference"]], state.side,
           (side) => model.set({ side: /** @type {any} */ (side) }))
       : null,
@@ -152,7 +153,7 @@ function hitsOf(model, text) {
 const KEYS = [
   ["?", "this help"], ["/", "search tokens"], ["Esc", "free what is locked"], ["j, k", "next, previous query"],
   ["[ ]", "previous, next head"], ["{ }", "previous, next layer"], ["m", "mean of the heads"], ["t", "light or dark"],
-  ["Tab", "strip, map, lists, heads"], ["arrows", "move in the strip and in the map"], ["Enter", "lock what is shown"], ["+ − 0", "zoom the map in, out, whole"],
+  ["Tab", "strip, map, lists, heads"], ["arrows", "move in the strip and in the map"], ["Enter", "lock what is shown"], ["Shift", "with a click or Enter: choose a source in the text"], ["+ − 0", "zoom the map in, out, whole"],
 ];
 
 export function buildHelp() {

@@ -132,7 +132,7 @@ export class HeadsView {
 
   async work() {
     while (this.queue.length) {
-      await this.paint(this.queue[0]);
+      await this.paint(this.queue[0]).catch(this.model.report);
       this.queue.shift();
       await pause();
     }

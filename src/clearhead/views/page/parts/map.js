@@ -32,7 +32,7 @@ export class MapView {
     /** @type {(() => void)[]} */
     this.painted = [];
     this.drawOver = atNextFrame(() => this.paintOver());
-    this.redraw = atNextFrame(() => void this.draw());
+    this.redraw = atNextFrame(() => void this.draw().catch(this.model.report));
     new ResizeObserver(() => this.redraw()).observe(this.root);
     listenToPointer(this);
     this.over.addEventListener("keydown", (event) => onKey(this, event));

@@ -338,6 +338,8 @@ function listenToText(strip, text) {
     const query = text.role === "both" ? at - model.positionOf(0) : at;
     return query < 0 || query >= model.entry.queries ? null : { query, source: null };
   };
+  /** With Shift, a token of a text that is both is chosen as the source. @param {number} at @param {boolean} shift */
+  const wanted = (at, shift) => (shift && text.role === "both" ? { query: model.state.query, source: at } : pairOf(at));
   const positionAt = (/** @type {Event} */ event) => {
     const chip = /** @type {Element} */ (event.target).closest?.(".chip");
     return chip ? Number(/** @type {HTMLElement} */ (chip).dataset.at) : null;
@@ -349,9 +351,8 @@ function listenToText(strip, text) {
   text.root.addEventListener("pointerleave", () => model.show(null));
   text.root.addEventListener("click", (event) => {
     const at = positionAt(event);
-    const pair = at === null ? null : pairOf(at);
-    if (!pair) return;
-    model.lock(pair);
+    const pair = at === null ? null : wanted(at, event.shiftKey);
+    if (pair) model.lock(pair);
   });
   text.root.addEventListener("scroll", () => strip.drawLines());
   text.root.addEventListener("keydown", (event) => {
@@ -364,7 +365,7 @@ function listenToText(strip, text) {
     if (!isChoice && !(event.key in moves)) return;
     event.preventDefault();
     const at = isChoice ? now : Math.max(0, Math.min(text.length - 1, moves[event.key]));
-    const pair = pairOf(at);
+    const pair = wanted(at, isChoice && event.shiftKey);
     if (!pair) return;
     if (isChoice || model.state.locked) model.lock(pair);
     else model.show(pair);

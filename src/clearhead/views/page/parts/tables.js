@@ -131,7 +131,11 @@ export class AtlasView {
    */
   link(e, h, words) {
     const { model } = this;
-    return button(words, () => model.set({ entry: e, head: h }), { class: "pick", "aria-label": `Head ${model.headName(e, h)}: ${words}` });
+    const go = () => {
+      model.set({ entry: e, head: h });
+      this.root.dispatchEvent(new CustomEvent("chosen"));
+    };
+    return button(words, go, { class: "pick", "aria-label": `Head ${model.headName(e, h)}: ${words}` });
   }
 
   buildList() {
