@@ -18,8 +18,8 @@ export function observe() {
   };
   requestAnimationFrame(poll);
   window.edges = () => {
-    const { left, top } = window.shadow().querySelector(".over").dataset;
-    return { left: Number(left), top: Number(top) };
+    const [left, top, width, height] = window.shadow().querySelector(".over").dataset.frame.split(" ").map(Number);
+    return { left, top, width, height };
   };
   window.shadow = () => document.getElementById("clearhead").shadowRoot;
 }
@@ -86,9 +86,7 @@ export async function colours(page, { cells, queries, sources }) {
   return page.evaluate(([cells, queries, sources]) => {
     const canvas = window.shadow().querySelector(".plot canvas");
     const context = canvas.getContext("2d");
-    const { left, top } = edges();
-    const width = parseFloat(canvas.style.width) - left - 4;
-    const height = parseFloat(canvas.style.height) - top - 4;
+    const { left, top, width, height } = edges();
     return cells.map(([query, source]) => {
       const x = left + ((source + 0.5) * width) / sources;
       const y = top + ((query + 0.5) * height) / queries;
@@ -105,9 +103,9 @@ export async function pointer(page) {
   await painted(page);
   await settle(page);
   const box = await page.evaluate(() => {
-    const { left, top, width } = window.shadow().querySelector(".over").getBoundingClientRect();
+    const { left, top } = window.shadow().querySelector(".over").getBoundingClientRect();
     const edge = edges();
-    return { left: left + edge.left, top: top + edge.top, width: width - edge.left - 4 };
+    return { left: left + edge.left, top: top + edge.top, width: edge.width };
   });
   const at = (query, source, queries) => {
     const side = box.width / queries;

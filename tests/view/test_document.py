@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -31,6 +32,20 @@ def test_modules_that_become_one_have_unique_names_and_no_imports() -> None:
     counts = Counter(DECLARED.findall(text))
     assert [name for name, times in counts.items() if times > 1] == []
     assert not re.search(r"^\s*(import|export) ", text, re.MULTILINE)
+
+
+def test_joining_takes_away_comments_imports_and_exports_alone() -> None:
+    def code(text: str) -> str:
+        text = re.sub(r"/\*\*.*?\*/", "", text, flags=re.DOTALL)
+        text = re.sub(r"^\s*//.*|^import [^;]*;|^export ", "", text, flags=re.MULTILINE)
+        return re.sub(r"\s+", "", text)
+
+    parts = [code((HERE / name).read_text(encoding="utf-8")) for name in MODULES]
+    assert "".join(parts) in code(bundle("file"))
+
+
+def test_the_module_is_small_when_packed() -> None:
+    assert len(gzip.compress(bundle("file").encode(), 9)) <= 60_000
 
 
 def test_every_script_of_the_folder_is_part_of_the_module() -> None:

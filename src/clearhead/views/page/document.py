@@ -53,7 +53,8 @@ ALPHABET = np.frombuffer(
     b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789!#$%&()*+,./:;-=>?@[]^_`{|}~"',
     dtype=np.uint8,
 )
-_COMMENT = re.compile(r"^\s*(?://|/\*\*|\*).*\n", re.MULTILINE)
+# Comments that fill their lines; one that a statement follows stays.
+_COMMENT = re.compile(r"^[ \t]*(?://.*|/\*\*(?:[^*]|\*(?!/))*\*/[ \t]*)\n", re.MULTILINE)
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _WITHOUT_SCRIPT = "Where this line stays, scripts are off or the file is not complete."
 _FRAME = "html{color-scheme:light dark}body{margin:0}"

@@ -90,7 +90,7 @@ class Page {
     model.listen((changed) => this.onChange(changed));
     this.buildControls();
     this.strip.build();
-    void this.showPair().catch(model.report);
+    void this.showPair().then(() => this.strip.revealQuery()).catch(model.report);
     void this.showSegments().catch(model.report);
     this.heads.build();
     void this.heads.load().then(() => this.atlas?.build()).catch(model.report);
@@ -147,6 +147,7 @@ class Page {
   onChange(changed) {
     const any = (/** @type {string[]} */ ...keys) => keys.some((key) => changed.has(key));
     if (any("entry", "sample")) this.strip.build();
+    if (any("entry", "sample", "query") && !this.strip.root.matches(":hover")) this.strip.revealQuery();
     if (any("entry", "head", "sample", "side", "scale", "norm", "overview", "hide")) this.buildControlsUnlessUsed();
     if (any("theme")) this.recolour();
     if (any("entry", "head", "sample", "side", "scale", "norm", "overview", "hide", "zoom") || (any("source") && this.model.state.hide === "chosen")) this.map.redraw();
@@ -213,7 +214,7 @@ class Page {
   choose(pair) {
     this.model.lock(pair);
     this.map.reveal(pair);
-    this.strip.reveal(0, this.model.header.layers[this.model.state.entry].query_axis === this.model.entry.source_axis ? this.model.positionOf(pair.query) : pair.query);
+    this.strip.revealQuery();
   }
 
   toggleTheme() {

@@ -50,7 +50,7 @@ export class MapView {
     const [q0, q1, s0, s1] = region;
     const across = s1 - s0;
     const down = q1 - q0;
-    const room = Math.max(120, this.root.clientWidth - 8);
+    const room = Math.max(120, this.root.clientWidth - 22);
     const guess = Math.min(LARGEST_CELL, (room - 110) / across, TALLEST / down);
     const labelled = guess >= LABELS_FROM;
     const left = labelled ? this.labelRoom(q0, q1, (query) => this.model.queryLabel(query, 14)) : 52;
@@ -102,8 +102,8 @@ export class MapView {
   describe() {
     const { entry, state } = this.model;
     const [q0, q1, s0, s1] = this.region;
-    const { left, top } = /** @type {Frame} */ (this.frame);
-    Object.assign(this.over.dataset, { left: String(left), top: String(top) });
+    const { left, top, width, height } = /** @type {Frame} */ (this.frame);
+    this.over.dataset.frame = [left, top, width, height].join(" ");
     this.over.setAttribute(
       "aria-label",
       `Map of ${this.model.headName(state.entry, state.head)}: rows are queries ${q0} to ${q1 - 1} ` +

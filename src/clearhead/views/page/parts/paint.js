@@ -7,6 +7,8 @@ import { BLOCKED, BROKEN, HIDDEN, UNHELD, paint } from "./raster.js";
 /** @typedef {import("./map.js").Frame} Frame */
 
 const LABELLED_CELL = 13;
+// Room beside the map for the half of a number that stands over its edge.
+const EDGE = 18;
 
 /**
  * @param {HTMLCanvasElement} canvas
@@ -14,8 +16,8 @@ const LABELLED_CELL = 13;
  * @param {number} ratio
  */
 export function fit(canvas, frame, ratio) {
-  const width = frame.left + frame.width + 4;
-  const height = frame.top + frame.height + 4;
+  const width = frame.left + frame.width + EDGE;
+  const height = frame.top + frame.height + EDGE;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
   canvas.style.width = `${width}px`;
@@ -61,7 +63,7 @@ function readInk(root) {
 export function paintMap(context, frame, raster, model, dark, ink) {
   const { left, top, width, height } = frame;
   context.fillStyle = ink.paper;
-  context.fillRect(0, 0, left + width + 4, top + height + 4);
+  context.fillRect(0, 0, left + width + EDGE, top + height + EDGE);
   for (const state of [BLOCKED, UNHELD, BROKEN, HIDDEN]) {
     const picture = patterned(raster, state, frame, ink);
     if (picture) context.drawImage(picture, left, top, width, height);
@@ -159,7 +161,7 @@ function paintLabels(context, frame, model, ink) {
     context.translate(left + (source - s0 + 0.5) * across, top - 7);
     if (across >= LABELLED_CELL) context.rotate(-Math.PI / 3);
     context.textAlign = across >= LABELLED_CELL ? "left" : "center";
-    context.fillText(`\u2068${text}\u2069`, 0, 0, top - 24);
+    context.fillText(`\u2068${text}\u2069`, 0, 0, across >= LABELLED_CELL ? top - 24 : 60);
     context.restore();
   }
   context.fillStyle = ink.faint;

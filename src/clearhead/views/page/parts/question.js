@@ -78,7 +78,7 @@ export class QuestionView {
       const query = entry.rows ? entry.rows[row] : row;
       if (!allows(runs, model.data, state.entry, query, source)) return;
       allowed += 1;
-      if (column.known && !column.known[row]) return;
+      if (value === 0 || (column.known && !column.known[row])) return;
       lines.push({ position: query, value, label: "", about: column.about });
     });
     const sizeOf = (/** @type {Line} */ l) => (Number.isNaN(l.value) ? Infinity : Math.abs(l.value));
@@ -86,7 +86,7 @@ export class QuestionView {
     const total = lines.reduce((sum, { value }) => sum + value, 0);
     const words = column
       ? `source ${source} · ${count(allowed, "query", "queries")} may read it` +
-        (column.known ? ` · among the largest weights of ${lines.length}` : ` · mean ${model.sides().length > 1 ? "difference" : "weight"} ${number(total / Math.max(1, allowed), column.about)}`)
+        (column.known ? ` · among the ${entry.top} largest weights of ${lines.length ? count(lines.length, "query", "queries") : "none"}` : ` · mean ${model.sides().length > 1 ? "difference" : "weight"} ${number(total / Math.max(1, allowed), column.about)}`)
       : "The record holds no single weights.";
     const named = lines.slice(0, this.manyWho).map((line) => ({ ...line, label: model.queryLabel(line.position) }));
     const more = () => { this.manyWho += MORE; void this.showColumn(source); };

@@ -263,6 +263,12 @@ export class StripView {
     }
   }
 
+  /** Bring the chosen query into view. */
+  revealQuery() {
+    const { entry, pair } = this.model;
+    this.reveal(0, entry.query_axis === entry.source_axis ? this.model.positionOf(pair.query) : pair.query);
+  }
+
   /** Bring a position into view. @param {number} index of the text @param {number} at */
   reveal(index, at) {
     const text = this.shown[index];
