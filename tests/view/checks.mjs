@@ -259,6 +259,16 @@ export async function widgets(page, { script, records }) {
   }, [script, records]);
 }
 
+/** The page in a frame that may run scripts and nothing else, as a notebook shows it. */
+export async function sandboxed(page) {
+  const frame = page.frames().find((f) => f !== page.mainFrame());
+  await frame.waitForFunction(() => document.getElementById("clearhead")?.shadowRoot?.querySelector(".head"));
+  await frame.waitForTimeout(500);
+  await frame.evaluate(() => document.getElementById("clearhead").shadowRoot.querySelectorAll(".head")[2].click());
+  await frame.waitForTimeout(500);
+  return frame.evaluate(() => document.getElementById("clearhead").shadowRoot.querySelector(".question .under").textContent);
+}
+
 /** A picture of the page at a quarter of its size, and how far it is from the one that was kept. */
 export async function looks(page, { print, kept }) {
   await painted(page);

@@ -204,7 +204,7 @@ def wide(tokens: int = 4096, layers: int = 30, heads: int = 9) -> Record:
     record.chunks["mask/0/0"] = causal
     entry: dict[str, Any] = {"encoding": None, "top": 16, "top_encoding": "planes", "cells": 64}
     for layer in range(layers):
-        record.layer(np.zeros((heads, 1, 1), np.float32), **{"encoding": None})
+        record.layer(np.zeros((heads, 1, 1), np.float32), encoding=None)
         record.header["layers"][layer] |= {
             **entry,
             "queries": tokens,

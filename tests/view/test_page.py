@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from clearhead.views.page import bundle, save
+from clearhead.views.page import html as page_html
 from tests.view.browser import run
 from tests.view.pages import BROKEN, EMPTY, HOSTILE, RECORDS, WEIGHTS
 
@@ -27,6 +29,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         save(folder / f"{name}.html", *make().finish())
     empty = folder / "empty.html"
     empty.write_text("<!DOCTYPE html><title>empty</title>", encoding="utf-8")
+    inner = escape(page_html(*RECORDS["plain"]().finish()))
+    frame = f'<!DOCTYPE html><iframe sandbox="allow-scripts" srcdoc="{inner}"></iframe>'
+    (folder / "frame.html").write_text(frame, encoding="utf-8")
     newer = RECORDS["one"]()
     newer.header["version"] = 2
     save(folder / "newer.html", *newer.finish())
@@ -48,6 +53,7 @@ def jobs(folder: Path) -> list[dict[str, Any]]:
         *(job("words", name, name=f"{name}.words") for name in ("nothing", "atlas", "newer")),
         job("read", "live", name="live.mean", hash="#head=mean"),
         job("words", "damaged", name="unread", hash="#head=1"),
+        job("sandboxed", "frame"),
         job("options", "selected"),
         job("options", "compared", name="records"),
         job("colours", "broken", cells=[[0, 6], [4, 1], [2, 0], [6, 0]], queries=7, sources=7),
@@ -350,6 +356,10 @@ def test_two_widgets_in_one_document_do_not_collide(seen: Seen) -> None:
     assert first == ["Seven tokens", "query 6 · layer 0, head 3 · may attend to 7 sources"]
     assert second[1].startswith("query 6 · layer 11, head 2")
     assert document == ["", "false"]
+
+
+def test_a_sandboxed_frame_shows_the_page(seen: Seen) -> None:
+    assert of(seen, "sandboxed").startswith("query 6 · layer 0, head 8")
 
 
 @pytest.mark.parametrize("dark", [False, True])

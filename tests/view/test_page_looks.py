@@ -19,7 +19,7 @@ from tests.view.synthetic import Record, causal_weights
 
 LOOKS = Path(__file__).parent / "looks"
 # The mean difference of 32 pixels across that other fonts make; another theme makes over 100.
-TOLERANCE = 8.0
+TOLERANCE = 6.0
 TEXT = "The cat sat on the mat , because the dog had chased it all over the garden . ⏎ It ran ."
 KINDS: dict[str, dict[str, Any]] = {
     "light": {"hash": "#layer=2&head=4&query=16&source=10"},
@@ -51,7 +51,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         {"name": kind, "check": "looks", "file": str(path), "kept": kept.get(kind), **how}
         for kind, how in KINDS.items()
     ]
-    return run(jobs)
+    lie = {"name": "lie", "check": "looks", "file": str(path), "kept": kept.get("dark")}
+    return run([*jobs, lie])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,3 +67,7 @@ def test_the_page_looks_as_it_did_when_it_was_looked_at(
     else:
         assert found["mean"] is not None
         assert found["mean"] <= TOLERANCE
+
+
+def test_another_look_is_found(pictures: dict[str, Any]) -> None:
+    assert pictures["lie"]["value"]["mean"] > 10 * TOLERANCE

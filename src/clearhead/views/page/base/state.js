@@ -239,7 +239,11 @@ export class Model {
     for (const [key, value] of Object.entries(rest)) {
       if (value !== /** @type {any} */ (usual)[key]) words.set(key, String(value));
     }
-    history.replaceState(null, "", `#${words}`);
+    try {
+      history.replaceState(null, "", `#${words}`);
+    } catch {
+      this.source.hash = false; // a sandboxed frame has no address of its own
+    }
   }
 
   readHash() {
