@@ -299,3 +299,261 @@ class TestCheckpointing:
             loss.backward()
         assert [(record.layer, record.call) for record in seen] == [(0, 0), (1, 0)]
         torch.testing.assert_close(x.grad, want)
+
+
+B, H, T, D = 2, 3, 5, 4
+
+
+class Folded(nn.Module):
+    """Several heads, whose axes `fold` puts elsewhere, and `unfold` back."""
+
+    def __init__(self, fold: Any, unfold: Any, mix: Any) -> None:
+        super().__init__()
+        self.qkv, self.fold, self.unfold, self.mix = nn.Linear(H * D, 3 * H * D), fold, unfold, mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.fold(t.view(B, T, H, D)) for t in self.qkv(x).chunk(3, -1))
+        return self.unfold(self.mix(q, k, v)).reshape(B, T, H * D)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """The weights by their definition, (batch, head, query, source)."""
+        q, k, _ = (t.view(B, T, H, D).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return (q @ k.mT / 2).softmax(-1)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / 2).softmax(-1) @ v
+
+
+def in_fairseq(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = torch.bmm(q / 2, k.transpose(1, 2)).view(-1, H, T, T)
+    s = s.masked_fill(torch.zeros(T, T, dtype=torch.bool), -math.inf).view(-1, T, T)
+    return torch.bmm(F.dropout(s.softmax(-1), 0.1, training=False), v)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, torch.ones(len(q), 1, T, T).bool()[:, 0]
+                                          if q.ndim == 3 else None)  # fmt: skip
+
+
+FOLDS = {
+    "(h b) t d": (
+        lambda t: t.permute(2, 0, 1, 3).reshape(H * B, T, D),
+        lambda c: c.view(H, B, T, D).permute(1, 2, 0, 3),
+    ),
+    "(b h) t d": (
+        lambda t: t.permute(0, 2, 1, 3).reshape(B * H, T, D),
+        lambda c: c.view(B, H, T, D).transpose(1, 2),
+    ),
+    "h b t d": (lambda t: t.permute(2, 0, 1, 3), lambda c: c.permute(1, 2, 0, 3)),
+    "cat of heads": (
+        lambda t: torch.cat([h[:, :, 0] for h in t.split(1, 2)], 0),
+        lambda c: torch.stack(c.chunk(H, 0), 2),
+    ),
+    "stack of heads": (
+        lambda t: torch.stack(t.unbind(2)).flatten(0, 1),
+        lambda c: torch.stack(c.split(B), 2),
+    ),
+    "fairseq": (
+        lambda t: t.transpose(0, 1).reshape(T, B * H, D).transpose(0, 1),
+        lambda c: c.transpose(0, 1).reshape(T, B, H, D).transpose(0, 1),
+    ),
+}
+MIXES = [by_hand, in_fairseq, sdpa]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("fold", FOLDS)
+class TestFoldedHeads:
+    def made(self, fold: str, mix: Any) -> tuple[Folded, Tensor]:
+        torch.manual_seed(0)
+        if mix is in_fairseq and fold not in ("(b h) t d", "fairseq"):
+            pytest.skip("it views scores as (b h)")
+        return Folded(*FOLDS[fold], mix).eval(), torch.randn(B, T, H * D)
+
+    @torch.no_grad()
+    def test_weights(self, fold, mix):
+        model, x = self.made(fold, mix)
+        with ch.watch(model, read=readings.Weights()) as seen:
+            model(x)
+        torch.testing.assert_close(seen[0].value, model.weights(x))
+        assert seen[0].check is not None
+        assert seen[0].check < 1e-5
+        assert not seen.notes
+
+    @torch.no_grad()
+    def test_one_head_is_cut(self, fold, mix):
+        model, x = self.made(fold, mix)
+        with ch.ablate(model, [(0, 1)]):
+            got = model(x)
+        want = model(x).view(B, T, H, D)
+        want[:, :, 1] = 0
+        torch.testing.assert_close(got.view(B, T, H, D), want)
+
+    @torch.no_grad()
+    def test_an_edge_of_one_sample_is_cut(self, fold, mix):
+        model, x = self.made(fold, mix)
+        edges = torch.zeros(B, H, T, T, dtype=torch.bool)
+        edges[1, 2, 3, 1] = True
+        with ch.knockout(model, edges):
+            got = model(x).view(B, T, H, D)
+        v = model.qkv(x).chunk(3, -1)[2].view(B, T, H, D).transpose(1, 2)
+        w = model.weights(x).masked_fill(edges, 0)
+        want = (w / w.sum(-1, keepdim=True)) @ v
+        torch.testing.assert_close(got, want.transpose(1, 2))
+
+
+class Sliced(nn.Module):
+    """Computes its attention in slices that `parts` gives, (heads first, then positions)."""
+
+    def __init__(self, slices: list[Any]) -> None:
+        super().__init__()
+        self.qkv, self.slices, self.fused = nn.Linear(H * D, 3 * H * D), slices, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(B, T, H, D).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if self.slices == ["rows"]:
+            q, k, v = (t.reshape(B * H, T, D) for t in (q, k, v))
+            out = [by_hand(q[i : i + 2], k[i : i + 2], v[i : i + 2]) for i in (0, 2, 4)]
+            return torch.cat(out).view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D)
+        if self.slices == ["width"]:
+            q, k, v = (t.transpose(1, 2).flatten(2) for t in (q, k, v))
+            heads = [slice(at * D, at * D + D) for at in range(H)]
+            return torch.cat([by_hand(q[..., at], k[..., at], v[..., at]) for at in heads], -1)
+        out = torch.zeros(B, H, T, D)
+        mix = F.scaled_dot_product_attention if self.fused else by_hand
+        for at in self.slices:
+            sources = (*at[:2], slice(None)) if len(at) == 3 else at
+            out[at] = mix(q[at], k[sources], v[sources])
+        return out.transpose(1, 2).reshape(B, T, H * D)
+
+
+every = slice(None)
+SLICES = {
+    "rows of batch and heads": ["rows"],
+    "a head at a time": [(every, at) for at in range(H)],
+    "some heads at a time": [(every, slice(0, 2)), (every, slice(2, 3))],
+    "a head at a time, of the width": ["width"],
+    "a sample at a time": [(0,), (1,)],
+}
+
+
+class TestSlices:
+    @pytest.mark.parametrize("name", SLICES)
+    @torch.no_grad()
+    def test_are_noted(self, name):
+        torch.manual_seed(0)
+        model, x = Sliced(SLICES[name]), torch.randn(B, T, H * D)
+        with ch.watch(model) as seen:
+            model(x)
+        assert ["slice by slice" in note for note in seen.notes] == [True]
+
+    @pytest.mark.parametrize("name", SLICES)
+    @torch.no_grad()
+    def test_one_head_cannot_be_cut_there(self, name):
+        torch.manual_seed(0)
+        model, x = Sliced(SLICES[name]), torch.randn(B, T, H * D)
+        with pytest.raises(RuntimeError, match="slice by slice"), ch.ablate(model, heads=[0]):
+            model(x)
+
+    @pytest.mark.parametrize("name", SLICES)
+    @torch.no_grad()
+    def test_edges_of_all_heads_can(self, name):
+        torch.manual_seed(0)
+        model, x = Sliced(SLICES[name]), torch.randn(B, T, H * D)
+        plain = Sliced([(every,)])
+        plain.load_state_dict(model.state_dict())
+        with ch.knockout(model, [(3, 1)]), ch.knockout(plain, [(3, 1)]):
+            torch.testing.assert_close(model(x), plain(x))
+
+
+CHUNKS = [(every, every, slice(0, 2)), (every, every, slice(2, 4)), (every, every, slice(4, 5))]
+
+
+class TestChunksOfQueries:
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("edges", [[(4, 0)], [(1, 0)], [(2, 3), (3, 3)], masks.diagonal(1)])
+    @torch.no_grad()
+    def test_edges_are_cut_where_they_are(self, edges, fused):
+        torch.manual_seed(0)
+        model, plain, x = Sliced(CHUNKS), Sliced([(every,)]), torch.randn(B, T, H * D)
+        plain.load_state_dict(model.state_dict())
+        model.fused = plain.fused = fused
+        with ch.knockout(model, edges), ch.knockout(plain, edges):
+            torch.testing.assert_close(model(x), plain(x))
+
+    @pytest.mark.parametrize("fused", [False, True])
+    @torch.no_grad()
+    def test_positions_are_noted(self, fused):
+        torch.manual_seed(0)
+        model, x = Sliced(CHUNKS), torch.randn(B, T, H * D)
+        model.fused = fused
+        with ch.watch(model, read=readings.Mass(masks.diagonal(1))) as seen:
+            model(x)
+        assert ["in chunks of the queries" in note for note in seen.notes] == [True]
+
+
+class OneHead(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 4) for _ in range(3))
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        mix = F.scaled_dot_product_attention if self.fused else by_hand
+        return mix(self.q(x), self.k(x), self.v(x))
+
+
+class HeadsAsModules(nn.Module):
+    def __init__(self, fused: bool, joined: bool = True) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(OneHead(fused) for _ in range(2))
+        self.joined, self.out = joined, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (head(x) for head in self.heads)
+        if self.joined:
+            return self.out(torch.cat([first, second], -1))
+        return self.heads[1](torch.cat([self.heads[0](x), x[..., :4]], -1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@torch.no_grad()
+def test_modules_that_are_heads_are_noted(fused: bool):
+    model, x = HeadsAsModules(fused), torch.randn(2, 5, 8)
+    with ch.watch(model) as seen:
+        model(x)
+    assert ["heads.0, heads.1: their outputs are joined" in n for n in seen.notes] == [True]
+    model.joined = False
+    with ch.watch(model) as seen:
+        model(x)
+    assert not seen.notes
+
+
+class Lost(nn.Module):
+    """Heads in the batch, whose order cannot be followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.num_heads = nn.Linear(H * D, 3 * H * D), H
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(H * B).view(B, H).T.flatten()
+        parts = (t.view(B, T, H, D).transpose(1, 2).flatten(0, 1) for t in self.qkv(x).chunk(3, -1))
+        return by_hand(*(torch.index_select(t, 0, order) for t in parts))
+
+
+class TestAnUnknownOrder:
+    @torch.no_grad()
+    def test_is_noted(self):
+        model = Lost()
+        with ch.watch(model) as seen:
+            model(torch.randn(B, T, H * D))
+        assert ["in an order that is not known" in note for note in seen.notes] == [True]
+
+    @torch.no_grad()
+    def test_is_not_cut_by_head(self):
+        model = Lost()
+        with pytest.raises(RuntimeError, match="in an order that is not known"):  # noqa: SIM117
+            with ch.ablate(model, heads=[0]):
+                model(torch.randn(B, T, H * D))

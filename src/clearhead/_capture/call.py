@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
+from clearhead._capture.axes import Place
 from clearhead._core import Sizes, plain
 from clearhead.attention import Problem
 from clearhead.masks import Mask
@@ -29,6 +30,7 @@ class CallSite:
     layer: int = 0
     call: int = 0
     kind: str = "self"
+    place: Place | None = None  # where it is a slice of the whole map of its module
 
 
 @dataclass(frozen=True, eq=False)

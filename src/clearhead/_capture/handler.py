@@ -52,6 +52,9 @@ class Handler:
         """Receive how weights of a call meet a value in a product that is no call."""
         self.unseen(module, reason)
 
+    def joined(self, modules: list[str]) -> None:
+        """Receive modules of one head each whose contexts are concatenated."""
+
     def module_starts(self, name: str) -> None:
         """Receive the name of a module of the model that starts to run."""
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from clearhead._capture.call import EagerCall
+from clearhead._capture.axes import AxisLayout, paired_axes, paired_letters, scored
 from clearhead._capture.handler import Handler
 from clearhead._capture.modules import Sites, in_short
-from clearhead._capture.products import Axes, ValueProduct, axes_of
+from clearhead._capture.products import Axes, ValueProduct, axes_of, described
 from clearhead._capture.provenance import (
     DIVISIONS,
     DROPOUTS,
@@ -134,6 +134,8 @@ class Handwritten:
         found.versions, found.divided = (version(scores), version(weights)), divided
         self._pending[id(found)] = module
         self._provenance.mark(weights, Origin(origin.root, softmax=found))
+        layouts = self._provenance.layouts
+        layouts.mark(weights, layouts.of(scores))
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a matrix product: of query and key, of weights and value, or another one."""
@@ -163,6 +165,7 @@ class Handwritten:
             self._provenance.follow(func, args, kwargs, out)
         else:
             self._mark_scores(operands, out, kwargs.get("alpha", 1.0))
+            self._provenance.layouts.mark(out, self._scored(func, args, operands, out))
         return out
 
     def _normalized(self, origin: Origin, weights: Tensor) -> Origin | None:
@@ -190,6 +193,17 @@ class Handwritten:
             self.mixing.setdefault(module, _UNDIVIDED)
         elif origin.mixes and self._provenance.origin(other) is not None:
             self.mixing.setdefault(module, _MIXES)
+
+    def _scored(
+        self, func: Any, args: tuple[Any, ...], operands: list[Tensor], out: Tensor
+    ) -> AxisLayout | None:
+        """Follow the axes of query and key into their product."""
+        left, right = (self._provenance.layouts.begun(x) for x in operands)
+        if func is torch.einsum:
+            pairs = paired_letters(args[0], operands) if isinstance(args[0], str) else None
+        else:
+            pairs = paired_axes(left, right, out.ndim)
+        return None if pairs is None else scored(left, right, pairs)
 
     def multiplication(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an elementwise product; with one more axis than the weights have, of values."""
@@ -240,12 +254,13 @@ class Handwritten:
         """Report a product of weights and value to the handler, which may change the context."""
         found, out = product.softmax, product.out
         self._pending.pop(id(found), None)
-        axes = self._axes(product)
+        layout = self._provenance.layouts.of(product.weights)
+        axes = self._axes(product, layout)
         if axes is None:
             return out
         interface = self._sites.interface
         try:
-            call, lead = _described(product, axes)
+            call, fold = described(product, axes, layout)
             context = out.permute(axes.context)
         except Exception as error:  # what a model does must run, described or not
             self._handler.failed(found.module, f"its call could not be read ({in_short(error)})")
@@ -255,20 +270,31 @@ class Handwritten:
         call = replace(call, key=interface.key if interface else None, how=how)
         located = self._sites.locate(call, found.roots)
         with torch._C.DisableTorchFunction():
-            four = context.reshape(*lead, *context.shape[-2:])
+            four = fold.split(context)
             changed = self._handler.after(located, four)
         if changed is not None:
             back = [axes.context.index(axis) for axis in range(out.ndim)]
-            changed = changed.reshape(context.shape).permute(back)
+            changed = fold.join(changed, context.shape[:-2]).permute(back)
             out = out.copy_(changed) if product.into else changed
         if found.elsewhere:
             self._handler.elsewhere(found.module, found.elsewhere)
         found.scores = found.weights = out.new_empty(0)
         self._sites.seen()
-        self._provenance.mark(out, Origin(product.origin.root))
+        made = located.module if located.sizes.head == 1 else ""
+        self._provenance.mark(out, Origin(product.origin.root, made=made))
         return out
 
-    def _axes(self, product: ValueProduct) -> Axes | None:
+    def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a concatenation; of the contexts of several modules it joins heads."""
+        out = self._provenance.run(func, args, kwargs)
+        parts = args[0] if args else kwargs["tensors"]
+        origins = [self._provenance.origin(x) for x in parts]
+        made = dict.fromkeys(origin.made for origin in origins if origin)
+        if len(made) == len(origins) > 1 and "" not in made:
+            self._handler.joined(list(made))
+        return out
+
+    def _axes(self, product: ValueProduct, layout: AxisLayout | None) -> Axes | None:
         """Find the axes of a product, or report why there are none."""
         found = product.softmax
         reason = self._sites.unreadable([product.weights, product.value, found.scores])
@@ -276,7 +302,7 @@ class Handwritten:
             self._handler.failed(found.module, reason)
             self._sites.seen()
             return None
-        axes = axes_of(product)
+        axes = axes_of(product, layout)
         if isinstance(axes, Axes):
             return axes
         found.elsewhere = axes
@@ -327,61 +353,8 @@ HANDWRITTEN = {
     **dict.fromkeys(SOFTMAXES | LOG_SOFTMAXES, Handwritten.softmax),
     **dict.fromkeys(DROPOUTS, Handwritten.dropout),
     **dict.fromkeys(PRODUCTS, Handwritten.product),
+    **dict.fromkeys((torch.cat, torch.concat, torch.stack), Handwritten.join),
     **dict.fromkeys(EXPONENTIALS, Handwritten.exponential),
     **dict.fromkeys(DIVISIONS, Handwritten.division),
     **dict.fromkeys(MULTIPLICATIONS, Handwritten.multiplication),
 }
-
-
-def _described(product: ValueProduct, axes: Axes) -> tuple[EagerCall, tuple[int, int]]:
-    """Describe the attention, and give the sizes of its batch and head axes."""
-    found, weights = product.softmax, product.weights
-    folded = [x.permute(axes.softmax) for x in _unfolded(found, weights)]
-    sources, before = axes.value.shape[-2], folded[0].shape[:-2]
-    heads = found.heads or (found.scores.shape[-3] if weights.ndim < found.scores.ndim else None)
-    lead = _lead(before, heads, _groups(axes.value, before))
-    scores, made = (x.reshape(*lead, *x.shape[-2:]) for x in folded)
-    with torch.no_grad():
-        lse = torch.logsumexp(scores.float() if scores.dtype != torch.float64 else scores, -1)
-    spread = axes.value.expand(*before, *axes.value.shape[-2:])
-    met = weights.permute(axes.weights)
-    dropped = met.reshape(*lead, *met.shape[-2:])[..., :sources] if product.origin.dropped else None
-    call = EagerCall(
-        scores=scores[..., :sources],
-        weights=made[..., :sources],
-        lse=lse,
-        value=spread.reshape(*lead, *spread.shape[-2:]),
-        sink_scores=scores[..., sources:] if sources < scores.shape[-1] else None,
-        dropped=dropped,
-        scale=found.scale,
-        dropout=float(product.origin.dropped),
-        proven=not (found.edited or found.divided or product.origin.edited),
-    )
-    return call, lead
-
-
-def _unfolded(found: Softmax, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Give scores and weights the axes that the weights have in the product with the value."""
-    if weights.ndim == found.scores.ndim:
-        return found.scores, found.weights
-    return found.scores.flatten(0, 1), found.weights.flatten(0, 1)
-
-
-def _lead(lead: torch.Size, heads: int | None, groups: bool) -> tuple[int, int]:
-    """Turn the axes before (query, source) into exactly a batch and a head axis."""
-    sizes = list(lead)
-    if len(sizes) == 1:
-        heads = heads if heads and sizes[0] % heads == 0 else 1
-        return sizes[0] // heads, heads
-    if not sizes:
-        return 1, 1
-    if groups:
-        return math.prod(sizes[:-2]), sizes[-2] * sizes[-1]
-    return math.prod(sizes[:-1]), sizes[-1]
-
-
-def _groups(value: Tensor, lead: torch.Size) -> bool:
-    """Whether the last of three lead axes is a group of heads that share one value."""
-    if len(lead) < 3 or lead[-1] == 1 or value.ndim < 3:
-        return False
-    return value.shape[-3] == 1 or value.stride(-3) == 0

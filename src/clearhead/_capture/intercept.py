@@ -8,6 +8,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
 from clearhead._capture import describe
+from clearhead._capture.axes import Fold, Place, fold_of, parted, place_of, scores_of
 from clearhead._capture.call import Call
 from clearhead._capture.describe import Additive
 from clearhead._capture.handler import Handler
@@ -83,8 +85,14 @@ class Interceptor(TorchFunctionMode):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
 
+        fold: Fold | None = None
+
         def described() -> Call:
-            return describe.from_sdpa(**ungrouped(self.sites.interface, given), split=self.split)
+            nonlocal fold
+            place, found = self._place(given["query"], given["key"])
+            fold, split = (None, given) if found is None else _unfolded(found, given)
+            call = describe.from_sdpa(**ungrouped(self.sites.interface, split), split=self.split)
+            return replace(call, place=place)
 
         call = self.described(described, given, given.get("query"), given.get("key"))
         if call is None:
@@ -92,7 +100,17 @@ class Interceptor(TorchFunctionMode):
         query, key, value = given["query"], given["key"], given["value"]
         lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
         shape = (*lead, *query.shape[-3:-1], value.shape[-1])
-        return self.run_call(call, lambda: func(*args, **kwargs), shape, query)
+        return self.run_call(call, lambda: func(*args, **kwargs), shape, query, fold)
+
+    def _place(self, query: Tensor, key: Tensor) -> tuple[Place | None, Fold | None]:
+        """Tell batch, heads and positions of a call of a kernel from the axes of its inputs."""
+        layouts = self.provenance.layouts
+        known = layouts.of(query) or layouts.of(key)
+        layout = known and scores_of(layouts.begun(query), layouts.begun(key))
+        if layout is None:
+            return None, None
+        lead, *positions = parted(layout.axes)
+        return place_of(layout, lead, *positions), fold_of(lead)
 
     def attend(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle `clearhead.attend`."""
@@ -164,11 +182,17 @@ class Interceptor(TorchFunctionMode):
             return _body(func)(*args, **kwargs)
 
     def run_call(
-        self, call: Call, run: Callable[[], Tensor], shape: tuple[int, ...], query: Tensor
+        self,
+        call: Call,
+        run: Callable[[], Tensor],
+        shape: tuple[int, ...],
+        query: Tensor,
+        fold: Fold | None = None,
     ) -> Tensor:
         """Run a call of a kernel between `before` and `after` of the handler.
 
-        `shape` is that of the context that the model expects.
+        `shape` is that of the context that the model expects, `fold` how its first axes are batch
+        and heads where they come in another order or as one.
         """
         with torch._C.DisableTorchFunction():
             other = self.handler.before(call)
@@ -177,14 +201,16 @@ class Interceptor(TorchFunctionMode):
         else:
             if _intercepted():
                 run()  # so that blocks around this one see the model's own call
-            context = other.reshape(shape)
+            context = other.reshape(shape) if fold is None else fold.join(other, shape[:-2])
         four = (*call.sizes[:3], call.value.shape[-1])
         with torch._C.DisableTorchFunction():
-            changed = self.handler.after(call, context.reshape(four))
+            whole = context.reshape(four) if fold is None else fold.split(context)
+            changed = self.handler.after(call, whole)
         if changed is not None:
-            context = changed.reshape(shape)
+            context = changed.reshape(shape) if fold is None else fold.join(changed, shape[:-2])
         self.sites.seen()
-        self.provenance.mark(context, Origin(self.provenance.root(query)))
+        made = call.module if call.sizes.head == 1 else ""
+        self.provenance.mark(context, Origin(self.provenance.root(query), made=made))
         return context
 
     def split(self, mask: Tensor) -> Additive:
@@ -217,6 +243,20 @@ class Interceptor(TorchFunctionMode):
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("default"))
             yield
+
+
+def _unfolded(fold: Fold, given: dict[str, Any]) -> tuple[Fold | None, dict[str, Any]]:
+    """Give inputs of a kernel batch and head axes in this order, where they have not got them."""
+    names = ("query", "key", "value")
+    lead = given["query"].shape[:-2]
+    plain = len(lead) == 2 and fold.sizes is None
+    if plain or any(given[x].shape[:-2] != lead for x in names):
+        return None, given
+    split = {name: fold.split(given[name]) for name in names}
+    mask = given.get("attn_mask")
+    if mask is not None and mask.ndim > 2:
+        split["attn_mask"] = fold.split(mask.expand(*lead, *mask.shape[-2:]))
+    return fold, {**given, **split}
 
 
 def _intercepted() -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from clearhead._capture.axes import Place
 from clearhead._capture.call import Call
 from clearhead._capture.handler import Handler
 from clearhead._capture.provenance import Provenance, tensors
@@ -37,6 +38,7 @@ _RECURS = re.compile(
 _entered: contextvars.ContextVar[frozenset[object]] = contextvars.ContextVar(
     "entered", default=frozenset()
 )
+_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "heads", "h")
 _CHECKPOINTS = torch.utils.checkpoint.__file__
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -68,7 +70,7 @@ def in_short(error: Exception) -> str:
 def _needs_gradient(context: Any) -> bool:
     """Whether this belongs to an autograd function, whose forward runs, with a gradient."""
     known = isinstance(context, torch.autograd.function.FunctionCtx)
-    return known and any(context.needs_input_grad)
+    return known and any(getattr(context, "needs_input_grad", ()))
 
 
 def _positions(x: Tensor) -> Iterator[int]:
@@ -188,6 +190,12 @@ class Modules:
         """Whether a module is cross attention by its own attribute or name, where either says."""
         return declares_cross(self._modules.get(name), name)
 
+    def declared_heads(self, name: str) -> int:
+        """Give how many heads a module says that it has; 0 where it does not say."""
+        module = self._modules.get(name)
+        found = [getattr(module, name, None) for name in _HEADS]
+        return next((x for x in found if isinstance(x, int)), 0)
+
     def overlooked(self, seen: set[str]) -> list[str]:
         """Name the modules called attention that ran without a call that was seen."""
         found = []
@@ -269,6 +277,7 @@ class Sites:
         self._layers: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._kinds: dict[str, str] = {}
+        self._slices: dict[str, str] = {}
 
     @property
     def listening(self) -> bool:
@@ -337,8 +346,24 @@ class Sites:
         module = self.running
         layer = self._layers.setdefault(module, len(self._layers))
         number = self._calls[module] = self._calls.get(module, -1) + 1
-        kind = self._kind(module, roots)
-        return replace(call, module=module, layer=layer, call=number, kind=kind)
+        kind, place = self._kind(module, roots), self._confirmed(module, call)
+        return replace(call, module=module, layer=layer, call=number, kind=kind, place=place)
+
+    def _confirmed(self, module: str, call: Call) -> Place | None:
+        """Take a call for a slice of samples and heads once another call has other ones.
+
+        The first of several projections that are packed into one looks like a slice as well.
+        """
+        place, batch = call.place, call.sizes.batch
+        if place is not None and place.flat:
+            heads = self._modules.declared_heads(module)
+            if heads > 1 and batch % heads == 0:
+                text = f"its {heads} heads lie in a batch of {batch}, in an order that is not known"
+                return replace(place, rows=text)
+        if place is None or not place.rows:
+            return place
+        first = self._slices.setdefault(module, place.rows)
+        return replace(place, rows="") if first == place.rows else place
 
     def _kind(self, module: str, roots: tuple[int, int] | None) -> str:
         """Tell self from cross attention by whether query and key descend from one input."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from clearhead._capture.axes import REORDERS, Layouts
+
 __all__ = [
     "DIVISIONS",
     "DROPOUTS",
@@ -133,6 +135,7 @@ class Origin:
     mixes: bool = False  # of a product: whether it is of positions, or sums over them
     foreign: bool = False  # whether no function of torch made it
     opaque: bool = False  # whether it is the softmax of something foreign
+    made: str = ""  # of a context of one head: the module that made it
     edited: bool = False  # whether weights are more than moved: multiplied, clipped, ...
 
 
@@ -147,6 +150,7 @@ class Provenance:
         self._table: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._roots = 0
         self.on_error: Callable[[Any, Exception], None] = lambda func, error: None
+        self.layouts = Layouts()
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
@@ -208,6 +212,7 @@ class Provenance:
             if func is torch.Tensor.__setitem__:
                 self._written(args[0])
             return
+        self.layouts.follow(func, args, kwargs, out)
         known, learned = self._argument(func, args, kwargs)
         if known is None:
             if learned and func not in PRODUCTS and func not in _PROJECTIONS:
@@ -222,6 +227,8 @@ class Provenance:
         elif func in _FACTORS and len(args) == 2:
             factor = args[1] if self.origin(args[0]) is not None else args[0]
             known = _scaled(known, factor, _FACTORS[func])
+        if func in REORDERS:
+            known = replace(known, heads=None)
         if known.softmax is not None and func not in _MOVES and func not in DROPOUTS:
             self._written(out)
             known = replace(known, edited=True)

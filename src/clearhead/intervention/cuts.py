@@ -23,12 +23,13 @@ class Offsets:
     query: int
     source: int
     generating: bool
+    whole: tuple[int, int] | None = None  # queries and sources of it, where the call is a slice
 
     def edges(self, edges: Mask, call: Call) -> Mask:
         """Give edges in positions of the whole sequence as edges of this call."""
         batch, heads, query, source = call.sizes
         start = self.query == self.source == 0
-        if not self.generating and (start or edges.own.query == query):
+        if self.whole is None and not self.generating and (start or edges.own.query == query):
             return edges
         rows = torch.arange(self.query, self.query + query, device=call.device)
         columns = torch.arange(self.source, self.source + source, device=call.device)
@@ -44,6 +45,8 @@ class Offsets:
         No position after those is cut. Positions that the edges name may lie ahead of the call.
         """
         own, least = edges.own, edges._least()
+        if self.whole is not None:
+            return own.query or max(self.whole[0], least), own.source or max(self.whole[1], least)
         if call.kind == "cross":
             last, width = self.query + call.sizes.query, call.sizes.source
             return own.query or max(last, least), own.source or width
@@ -61,6 +64,12 @@ class Cut:
         self.samples = samples
         self.moved: dict[tuple[int, int], float] = {}
 
+    @property
+    def alike(self) -> bool:
+        """Whether it acts on all samples and heads of a layer alike."""
+        every = self.selection.heads is None and self.selection.pairs is None
+        return every and self.samples == slice(None)
+
     def context(self, context: Tensor, call: Call, heads: list[int], offsets: Offsets) -> Tensor:
         """Return another context for these heads; edges have been cut before."""
         return context
@@ -75,6 +84,12 @@ class EdgeCut(Cut):
     def __init__(self, edges: Mask, selection: HeadSelection, samples: slice = slice(None)) -> None:
         super().__init__(selection, samples)
         self._edges = edges
+
+    @property
+    def alike(self) -> bool:
+        """Whether it cuts the same edges in all samples and heads of a layer."""
+        own = self._edges.own
+        return super().alike and own.batch in (None, 1) and own.head in (None, 1)
 
     def edges(self, call: Call, heads: list[int], offsets: Offsets) -> Mask:
         """Give the edges that are cut in these heads of a call."""

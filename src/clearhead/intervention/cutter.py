@@ -73,6 +73,7 @@ class Cutter(Handler):
             changed = context
             for samples in self.slices:
                 for cuts, heads in self._groups(call, samples):
+                    proof.prove_place(call, cuts)
                     part, own = edits.narrowed(call, samples, heads), context[samples][:, heads]
                     new = _after_cuts(cuts, part, own, heads, offsets, self._prove)
                     changed = context.clone() if changed is context else changed
@@ -141,6 +142,8 @@ class Cutter(Handler):
 
     def _locate(self, call: Call) -> Offsets:
         _, _, query, source = call.sizes
+        if call.place is not None and call.place.query is not None:
+            return _sliced(call, *call.place.query)
         if not self._generating:
             start = source - query if call.kind == "self" and source > query else 0
             return Offsets(start, 0, False)
@@ -205,6 +208,13 @@ class Cutter(Handler):
             where = module or "the model"
             raise RuntimeError(f"{where}: cannot be cut: {reason}, and one product alone is seen")
         self.unseen(module, reason)
+
+
+def _sliced(call: Call, first: int, queries: int) -> Offsets:
+    """Give the offsets of a call on some of the queries of a longer one."""
+    shift, sources = (call.place and call.place.source) or (0, call.sizes.source)
+    cached = max(sources - queries, 0) if call.kind == "self" else 0
+    return Offsets(first + cached, shift, False, (queries + cached, sources))
 
 
 def _module_of(call: Call) -> tuple[str, str]:

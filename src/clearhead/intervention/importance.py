@@ -76,6 +76,11 @@ class GateCut(Cut):
         super().__init__(selection)
         self.gates: list[tuple[int, list[int], Tensor]] = []
 
+    @property
+    def alike(self) -> bool:
+        """Each head has its own gate."""
+        return False
+
     def context(self, context: Tensor, call: Call, heads: list[int], offsets: Offsets) -> Tensor:
         """Multiply by the gates, which changes no bit."""
         gate = context.new_ones(*context.shape[:2], 1, 1, requires_grad=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from clearhead._capture import Call, EagerCall, context_difference, softmax_difference
+from clearhead.intervention.cuts import Cut
 
-__all__ = ["named", "prove"]
+__all__ = ["named", "prove", "prove_place"]
 
 # Rows of a kernel's context that are recomputed, and a factor on the tolerance of a context.
 _SAMPLED = 4
@@ -17,6 +20,16 @@ _SLACK = 4.0
 def named(call: Call) -> str:
     """Name a call in the words of an error."""
     return f"layer {call.layer} ({call.module or 'the model'})"
+
+
+def prove_place(call: Call, cuts: Sequence[Cut]) -> None:
+    """Raise where a cut is of samples or heads that are others in the whole map."""
+    rows = call.place.rows if call.place else ""
+    if rows and not all(cut.alike for cut in cuts):
+        raise RuntimeError(
+            f"{named(call)}: {rows}, so that the heads and samples of a call are not those of the "
+            "layer; cut edges in all heads, or turn the slices off"
+        )
 
 
 @torch.no_grad()

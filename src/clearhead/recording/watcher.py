@@ -69,6 +69,7 @@ class Watcher(Handler):
         self._masks: list[tuple[Tensor, Mask]] = []
         self._runs: dict[str, int] = {}
         self._unseen: set[str] = set()
+        self._sliced: set[str] = set()
         self._held: list[tuple[Call, float | None]] = []
         self._of_callback: Exception | None = None
 
@@ -117,6 +118,7 @@ class Watcher(Handler):
             self._after(plain_call(call), plain(context))
 
     def _after(self, call: Call, context: Tensor) -> None:
+        self._note_slices(call)
         call, edited = self._remaining(call)
         check = self._check(call, context, edited)
         if self._run is not None:
@@ -151,6 +153,13 @@ class Watcher(Handler):
                 "the weights seen give"
             )
         return check
+
+    def _note_slices(self, call: Call) -> None:
+        """Note where heads, samples or positions of a record are not those of the layer."""
+        text = call.place.note(*call.sizes[2:]) if call.place else ""
+        if text and call.module not in self._sliced:
+            self._sliced.add(call.module)
+            self.note(f"{call.module or 'the model'}: {text}")
 
     def _checked_rows(self, call: Call) -> list[int]:
         """Check the weights of rows against their scores, and give these rows.
@@ -303,6 +312,13 @@ class Watcher(Handler):
         """Note an attention that cannot be seen."""
         self._unseen.add(module)
         self.note(f"{module or 'the model'}: not seen, {reason}")
+
+    def joined(self, modules: list[str]) -> None:
+        """Note layers that are heads of one layer."""
+        self.note(
+            f"{', '.join(modules)}: their outputs are joined: each may be one head of a layer, "
+            "and is a layer of its own here"
+        )
 
     def note(self, text: str) -> None:
         """Add a note, once."""

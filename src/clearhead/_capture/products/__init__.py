@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from clearhead._capture.products.axes import Axes, ValueProduct, axes_of
+from clearhead._capture.products.description import described
 
-__all__ = ["Axes", "ValueProduct", "axes_of"]
+__all__ = ["Axes", "ValueProduct", "axes_of", "described"]

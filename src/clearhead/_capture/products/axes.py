@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead._capture.axes import AxisLayout, misread, parted
 from clearhead._capture.products.einsum import Letters, read_equation
 from clearhead._capture.provenance import Origin, Softmax, tensors
 
@@ -52,14 +53,22 @@ class Axes:
     value: Tensor  # already (lead or 1..., source, value_dim)
 
 
-def axes_of(product: ValueProduct) -> Axes | str:
+def axes_of(product: ValueProduct, layout: AxisLayout | None) -> Axes | str:
     """Find the axes, or the reason why the product cannot be read as attention."""
     if not product.folded and not _shape_unchanged(product):
         return "its weights were reshaped between softmax and value"
     axes = _einsum_axes(product) if product.func is torch.einsum else _matmul_axes(product)
     if isinstance(axes, Axes) and not _broadcasts(axes, product.weights):
         return "its weights are multiplied by a value of other axes"
+    if isinstance(axes, Axes) and layout is not None and _misread(product, axes, layout):
+        return f"its einsum {product.args[0]!r} does not sum values by weights"
     return axes
+
+
+def _misread(product: ValueProduct, axes: Axes, layout: AxisLayout) -> bool:
+    """Whether an einsum mixes the queries, each with its own values, instead of the samples."""
+    parts = parted([layout.axes[at] for at in axes.weights])
+    return product.func is torch.einsum and misread(*parts)
 
 
 def _shape_unchanged(product: ValueProduct) -> bool:
