@@ -125,11 +125,11 @@ def context_difference(call: Call, context: Tensor, rows: Sequence[int]) -> floa
     if call.dropout or not rows or not context.numel():
         return None
     product = few_rows if len(rows) <= _FEW else torch.matmul
-    strip = call_strip(call, rows, product)
-    batch, heads, _, source = strip.weights.shape
-    value = call.value.to(strip.weights.dtype)
+    weights = _rows_of_weights(call, rows, product)
+    batch, heads, _, source = weights.shape
+    value = call.value.to(weights.dtype)
     shared = value.shape[1]
-    weights = strip.weights.reshape(batch, shared, -1, source)
+    weights = weights.reshape(batch, shared, -1, source)
     again = product(weights, value).reshape(batch, heads, len(rows), -1)
     own = context[:, :, list(rows)].to(again.dtype)
     return float((again - own).abs().max())
@@ -159,6 +159,15 @@ def _softmax_error(call: EagerCall, rows: Sequence[int]) -> float:
     off = (soft - weights).abs()
     # A row without sources is NaN in a softmax, whatever a model makes of it.
     return float(torch.where(off > bound, off, 0.0).nan_to_num(0.0).max()) if off.numel() else 0.0
+
+
+def _rows_of_weights(call: Call, rows: Sequence[int], product: Any) -> Tensor:
+    """Give the weights of some rows, which the model made itself or are computed here."""
+    if isinstance(call, FusedCall):
+        return call_strip(call, rows, product).weights
+    every = len(rows) == call.sizes.query
+    weights = call.weights if every else call.weights[:, :, list(rows)]
+    return weights if weights.dtype == torch.float64 else weights.float()
 
 
 def few_rows(left: Tensor, right: Tensor) -> Tensor:
