@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
     from clearhead.layers import MultiheadAttention, convert
     from clearhead.recording import estimate, watch
+    from clearhead.views import record_from, view
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,8 @@ __all__ = [  # noqa: RUF022
     "audit",
     "assert_causal",
     "models",
+    "view",
+    "record_from",
 ]
 
 _HOMES = {
@@ -64,6 +67,8 @@ _HOMES = {
     "audit": "dependence",
     "assert_causal": "dependence",
     "models": "models",
+    "view": "views",
+    "record_from": "views",
 }
 
 
@@ -91,8 +96,8 @@ _ELSEWHERE = {
     "rollout": "influence(model, inputs)",
     "attribution": "influence(model, inputs)",
     **dict.fromkeys(
-        ("look", "view", "visualize", "show", "plot"),
-        "the command `clearhead look TEXT`, or watch(model)",
+        ("look", "visualize", "show", "plot"),
+        "the command `clearhead look TEXT`, or view(seen) of what watch(model) saw",
     ),
     **dict.fromkeys(("trace", "hook", "capture"), "watch(model)"),
     **dict.fromkeys(("patch", "intervene"), "knockout or ablate"),

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from clearhead.views.look import look_at
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
     from clearhead.views.reader import Reader, open_reader, open_with_inputs
+    from clearhead.views.shown import record_from
+    from clearhead.views.sight import View, view
     from clearhead.views.streams import output_streams
     from clearhead.views.terminal import Terminal
     from clearhead.views.text.audit import render_report
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Reader",
     "Terminal",
+    "View",
     "cells_of_terminal",
     "describe_edge",
     "describe_maps",
@@ -32,6 +35,7 @@ __all__ = [
     "open_reader",
     "open_with_inputs",
     "output_streams",
+    "record_from",
     "render_atlas",
     "render_info",
     "render_look",
@@ -42,12 +46,14 @@ __all__ = [
     "sizes_of_mask",
     "train_progress",
     "training_end",
+    "view",
 ]
 
 # Each name with its module, imported at the first use: a command loads only what it shows.
 _HOMES = {
     "Reader": "reader",
     "Terminal": "terminal",
+    "View": "sight",
     "cells_of_terminal": "text.mask",
     "describe_edge": "mask",
     "describe_maps": "mask",
@@ -57,6 +63,7 @@ _HOMES = {
     "open_reader": "reader",
     "open_with_inputs": "reader",
     "output_streams": "streams",
+    "record_from": "shown",
     "render_atlas": "text.heads",
     "render_info": "text.info",
     "render_look": "text.look",
@@ -67,6 +74,7 @@ _HOMES = {
     "sizes_of_mask": "mask",
     "train_progress": "text.train",
     "training_end": "text.train",
+    "view": "sight",
 }
 
 
