@@ -16,7 +16,7 @@ from typing import NoReturn
 
 __all__ = ["COMMANDS", "main", "process"]
 
-COMMANDS = ("look", "mask", "train", "generate", "scan", "heads", "audit", "info")
+COMMANDS = ("look", "mask", "train", "generate", "scan", "heads", "audit", "view", "info")
 MISUSE, STOPPED = 2, 130
 EPILOG = """\
 start with:  clearhead look hell

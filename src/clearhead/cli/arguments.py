@@ -83,6 +83,15 @@ def _is_file(text: str) -> bool:
         return False
 
 
+def new_file(option: str, name: str, force: bool) -> Path:
+    """Return the file that an option names; refuse one that exists, before anything is done."""
+    path = Path(name).expanduser()
+    if path.exists() and not force:
+        hint = f"choose another {option}, or overwrite it with --force"
+        raise value_error(option, "is a new file", got=f"{path}, which exists", hint=hint)
+    return path
+
+
 @contextlib.contextmanager
 def named(**options: str) -> Iterator[None]:
     """Let an error name the command's option instead of the library's argument.

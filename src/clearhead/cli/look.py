@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from clearhead._core import value_error
-from clearhead.cli.arguments import add_text, examples, named, text_of
+from clearhead.cli.arguments import add_text, examples, named, new_file, text_of
 
 HELP = "what the model predicts for a text, and where a position looks"
 
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the predictions without a head, as 18.6; several with commas",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--html", metavar="FILE", help="also write a page for a browser")
+    parser.add_argument("--force", action="store_true", help="overwrite a page that exists")
     examples(
         parser,
         "clearhead look hell",
@@ -58,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise value_error("--top", "must be at least 1", got=arguments.top)
     without = [_head(part) for given in arguments.without for part in given.split(",")]
     text = text_of(arguments, "TEXT")
-    from clearhead.views import document, look_at, open_reader, render_look
+    from clearhead.views import document, look_at, open_reader, render_look, view_of_text
+
+    page = None if arguments.html is None else new_file("--html", arguments.html, arguments.force)
 
     with named(model="--model"):
         reader = open_reader(arguments.model)
@@ -70,6 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(document(seen))
     else:
         render_look(seen)
+    if page is not None:
+        ids = [token["id"] for token in seen["tokens"]]
+        view_of_text(reader, ids).save(page, force=arguments.force)
+        print(f"Wrote {page}", file=sys.stderr if arguments.json else None)
     return 0
 
 

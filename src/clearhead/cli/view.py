@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clearhead._core import value_error
-from clearhead.cli.arguments import examples, named
+from clearhead.cli.arguments import examples, named, new_file
 
 HELP = "write a page that shows a saved record"
 
@@ -32,10 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from clearhead.views import view
 
     path = Path(arguments.record).expanduser()
-    out = Path(arguments.out).expanduser() if arguments.out else path.with_suffix(".html")
-    if out.exists() and not arguments.force:
-        hint = "choose another --out, or overwrite it with --force"
-        raise value_error("--out", "is a new file", got=f"{out}, which exists", hint=hint)
+    out = new_file("--out", arguments.out or str(path.with_suffix(".html")), arguments.force)
     tokens = None if arguments.tokens is None else _labels(Path(arguments.tokens).expanduser())
     with named(path="RECORD", seen="RECORD", tokens="--tokens"):
         view(load(path), tokens, title=path.name).save(out, force=arguments.force)
@@ -49,6 +46,7 @@ def _labels(path: Path) -> Any:
     except ValueError as error:
         raise value_error("--tokens", f"is a file of JSON ({error})", got=str(path)) from None
     lists = found if isinstance(found, list) else [None]
-    if not all(isinstance(x, str) for each in lists for x in (each if isinstance(each, list) else [each])):
+    flat = [x for each in lists for x in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(x, str) for x in flat):
         raise value_error("--tokens", "holds a list of labels, or lists of them", got=str(path))
     return found

@@ -37,7 +37,11 @@ def top_planes(weights: Tensor, sources: Tensor) -> bytes:
     Each plane is (k, row), which deflates to about half of what pairs take.
     """
     sources = torch.where(weights >= LEAST, sources, -1)
-    order = torch.where(sources < 0, torch.iinfo(torch.int64).max, sources).argsort(-1, stable=True)
+    order = (
+        torch.where(sources < 0, torch.iinfo(torch.int64).max, sources)
+        .sort(dim=-1, stable=True)
+        .indices
+    )
     sources, weights = sources.gather(-1, order), weights.gather(-1, order)
     known = sources.clamp(min=0).cummax(-1).values
     steps = known.diff(dim=-1, prepend=torch.zeros_like(known[:, :1])).T.numpy()

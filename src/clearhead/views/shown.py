@@ -24,7 +24,6 @@ EXACT, MOST = 1 << 18, 40_000_000
 TOP, CELLS = 16, 64
 # From so many positions on, lists are written as coarse codes.
 LONG = 1024
-WEIGHT_IS_NOT_EFFECT = "knockout and effects test what a weight changes"
 STATISTICS = {
     "entropy": ("entropy", "nats", "-sum_j w_j ln w_j, the mean over the rows", "Zhai et al. 2023"),
     "sink": ("first source", "weight", "the weight on source 0, mean over the rows", "Xiao 2023"),
@@ -115,7 +114,7 @@ def record_from(weights: Any, tokens: Sequence[str] | None = None) -> Shown:
     many, heads, query, source = maps.shape
     labels = None if tokens is None else _labels("tokens", tokens, 1, source)
     layers = tuple(
-        MapLayer(n, f"layer {n}", 0, "self", tuple(range(heads)), Sizes(1, heads, query, source),
+        MapLayer(n, f"layers.{n}", 0, "self", tuple(range(heads)), Sizes(1, heads, query, source),
                  weights=maps[n][None])
         for n in range(many)
     )  # fmt: skip
@@ -171,11 +170,12 @@ def _titled(shown: Shown, title: str) -> Shown:
 
 
 def _layer_of(record: Record) -> MapLayer:
-    values = {type(x): x for x in _values(record.value) if isinstance(x, tuple)}
-    top, tiles = values.get(TopKValue), values.get(BlockMapValue)
+    values = list(_values(record.value))
+    top = next((x for x in values if isinstance(x, TopKValue)), None)
+    tiles = next((x for x in values if isinstance(x, BlockMapValue)), None)
     query, source = record.sizes[2:]
     rows = None if record.queries is None else tuple(q % query for q in record.queries)
-    maps = [x for x in _values(record.value) if isinstance(x, Tensor) and x.ndim == 4
+    maps = [x for x in values if isinstance(x, Tensor) and x.ndim == 4
             and x.shape[-2:] == (query if rows is None else len(rows), source)
             and not bool((x < 0).any())]  # fmt: skip
     if not maps and top is None and tiles is None:

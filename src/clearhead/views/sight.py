@@ -5,12 +5,19 @@ from __future__ import annotations
 import html as escape
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from clearhead._core import value_error
 from clearhead.views import page
 from clearhead.views.shown import Shown, shown_of
 
-__all__ = ["View", "view"]
+if TYPE_CHECKING:
+    from clearhead.views.reader import Reader
+
+__all__ = ["View", "view", "view_of_text"]
+
+# Texts of at most this many tokens are held in full.
+WHOLE = 256
 
 
 @dataclass(frozen=True)
@@ -59,3 +66,19 @@ def view(seen: Any, tokens: Any = None, *, title: str | None = None) -> View:
     `Weights`, or for long texts of `TopK` and `BlockMap`. The page says what it holds.
     """
     return View(shown_of(seen, tokens, title))
+
+
+def view_of_text(reader: Reader, ids: list[int]) -> View:
+    """Watch a model read one text, and show it; long texts by their top sources and blocks."""
+    import torch
+
+    from clearhead.readings import BlockMap, TopK, Weights
+    from clearhead.recording import watch
+
+    if not reader.attends:
+        rule = "has no attention to show"
+        raise value_error("model", rule, got=reader.name, hint="leave --html out")
+    read = Weights() if len(ids) <= WHOLE else (TopK(16), BlockMap(64))
+    with torch.no_grad(), watch(reader.model, read=read) as seen:
+        reader.predict(ids)
+    return view(seen, reader.labels(ids), title=f"{reader.name}: {len(ids)} tokens")
