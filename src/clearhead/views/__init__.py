@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
     from clearhead.views.reader import Reader, open_reader, open_with_inputs
     from clearhead.views.shown import record_from
-    from clearhead.views.sight import View, view, view_of_text
+    from clearhead.views.sight import PageView, view, view_of_text
     from clearhead.views.streams import output_streams
     from clearhead.views.terminal import Terminal
     from clearhead.views.text.audit import render_report
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from clearhead.views.text.train import train_progress, training_end
 
 __all__ = [
+    "PageView",
     "Reader",
     "Terminal",
-    "View",
     "cells_of_terminal",
     "describe_edge",
     "describe_maps",
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "Reader": "reader",
     "Terminal": "terminal",
-    "View": "sight",
+    "PageView": "sight",
     "cells_of_terminal": "text.mask",
     "describe_edge": "mask",
     "describe_maps": "mask",

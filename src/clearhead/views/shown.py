@@ -13,7 +13,7 @@ from clearhead._core import Sizes, type_error, value_error
 from clearhead.masks import Mask
 from clearhead.readings import BlockMap, BlockMapValue, Strip, TopK, TopKValue
 from clearhead.recording import Record, Seen
-from clearhead.views import codes
+from clearhead.views.page import codes
 
 __all__ = ["Shown", "record_from", "shown_of"]
 

@@ -14,14 +14,14 @@ from clearhead.views.shown import Shown, shown_of
 if TYPE_CHECKING:
     from clearhead.views.reader import Reader
 
-__all__ = ["View", "view", "view_of_text"]
+__all__ = ["PageView", "view", "view_of_text"]
 
 # Texts of at most this many tokens are held in full.
 WHOLE = 256
 
 
 @dataclass(frozen=True)
-class View:
+class PageView:
     """A page that has not been written yet."""
 
     shown: Shown
@@ -39,7 +39,9 @@ class View:
 
     def __repr__(self) -> str:
         count = len(self.shown.layers)
-        return f"View({self.shown.title!r}, {count} attention calls); .save(path) writes the page"
+        return (
+            f"PageView({self.shown.title!r}, {count} attention calls); .save(path) writes the page"
+        )
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
         """Show the page in a notebook, in a frame that has no rights but to run its own script."""
@@ -50,7 +52,7 @@ class View:
         return {"text/plain": repr(self), "text/html": frame}
 
 
-def view(seen: Any, tokens: Any = None, *, title: str | None = None) -> View:
+def view(seen: Any, tokens: Any = None, *, title: str | None = None) -> PageView:
     """Show what was watched as a page: where each token looks, by every head, with its mask.
 
     >>> import clearhead as ch
@@ -59,16 +61,16 @@ def view(seen: Any, tokens: Any = None, *, title: str | None = None) -> View:
     >>> with ch.watch(model, read=ch.readings.Weights()) as seen:
     ...     logits = model(tokens)
     >>> ch.view(seen, list("hell"))
-    View('Attention of a model', 4 attention calls); .save(path) writes the page
+    PageView('Attention of a model', 4 attention calls); .save(path) writes the page
 
     `seen` is what `watch` gave, one record of it, or what `record_from(weights, tokens)` made;
     `tokens` are labels, one for each position, or a list of them for each sample. Maps are drawn of
     `Weights`, or for long texts of `TopK` and `BlockMap`. The page says what it holds.
     """
-    return View(shown_of(seen, tokens, title))
+    return PageView(shown_of(seen, tokens, title))
 
 
-def view_of_text(reader: Reader, ids: list[int]) -> View:
+def view_of_text(reader: Reader, ids: list[int]) -> PageView:
     """Watch a model read one text, and show it; long texts by their top sources and blocks."""
     import torch
 
