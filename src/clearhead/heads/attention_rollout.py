@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from clearhead._capture import Call, Handler, attached, call_strip, call_with
+from clearhead._capture import (
+    Call,
+    EagerCall,
+    Handler,
+    attached,
+    call_strip,
+    call_with,
+    context_difference,
+    rounding_bound,
+)
 from clearhead._core import value_error
 
 __all__ = ["Rollout", "rollout"]
 
 # Numbers in one strip of weights: 4 MiB of float32.
 _STRIP = 1 << 20
+# Rows of a fused call whose context is recomputed.
+_SAMPLED = 4
 
 
 class Rollout(NamedTuple):
@@ -27,6 +42,7 @@ class Rollout(NamedTuple):
     residual: float
     heads: str
     layers: int
+    notes: tuple[str, ...] = ()  # layers that mix positions and are not in the product
 
 
 @torch.no_grad()
@@ -52,6 +68,12 @@ def rollout(
     sum of rows a layer, no (query, source) matrix. The queries and keys of all layers are kept
     meanwhile; handwritten attention computes whole maps, and these are kept too.
 
+    The model is one residual stream: each layer makes one call of self-attention over all
+    positions, and reads what the layer before it wrote. Anything else is a ValueError: two calls a
+    layer, cross attention, two stacks, heads that are modules, windows, weights that are changed
+    after the softmax. What a layer reads is followed through functions of torch; TorchScript and
+    numpy hide it. `notes` names layers that mix positions and were not seen.
+
     `inputs` is a tensor, a tuple of arguments, or keywords: a dict, or what a tokenizer returns.
     `heads="max"` takes the largest weight over the heads. Rollout mixes heads and leaves out values
     and the layers between: it says where information may have come from, not what made a
@@ -61,14 +83,14 @@ def rollout(
         raise value_error("residual", "is a share, 0 <= residual < 1", got=residual)
     if heads not in ("mean", "max"):
         raise value_error("heads", "is 'mean' or 'max'", got=repr(heads))
-    calls = _calls(model, inputs)
+    calls, notes = _calls(model, inputs)
     batch, _, position, _ = calls[-1].sizes
     chosen = _chosen(queries, position)
     rows = torch.zeros(batch, len(chosen), position, dtype=torch.float64)
     rows[:, torch.arange(len(chosen)), list(chosen)] = 1
     for call in reversed(calls):
         rows = _step(call, rows, residual, heads)
-    return Rollout(rows.float(), chosen, residual, heads, len(calls))
+    return Rollout(rows.float(), chosen, residual, heads, len(calls), notes)
 
 
 def _chosen(queries: Sequence[int] | int, position: int) -> tuple[int, ...]:
@@ -80,23 +102,115 @@ def _chosen(queries: Sequence[int] | int, position: int) -> tuple[int, ...]:
 
 
 class _Keeper(Handler):
-    """Keeps every call, as the last one is needed first."""
+    """Keeps every call, as the last one is needed first, and what was not seen."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.missed: dict[str, str] = {}
 
     def after(self, call: Call, context: Tensor) -> None:
-        """Keep a call."""
+        """Keep a call whose weights times values are its context."""
+        _check_weights(call, context)
         self.calls.append(call)
 
+    def unseen(self, module: str, reason: str) -> None:
+        """Keep the reason why an attention is not seen."""
+        self.missed[module] = reason
 
-def _calls(model: nn.Module, inputs: Any) -> list[Call]:
+    def elsewhere(self, module: str, reason: str) -> None:
+        """Leave out products with further values: they have the weights of the call."""
+
+
+class _Ancestors(TorchFunctionMode):
+    """Follows which calls each tensor is computed from, as the bits of a number."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self.of_calls: list[int] = []  # for each call, the calls that its arguments come from
+        self._calls = calls
+        self._known = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function, and mark what it returns and what it writes to."""
+        given = {} if kwargs is None else kwargs
+        known = functools.reduce(int.__or__, map(self._of, _tensors((args, given))), 0)
+        before = len(self._calls)
+        out = func(*args, **given)
+        made = len(self._calls) - before
+        self.of_calls += [known] * made
+        known |= ((1 << made) - 1) << before
+        if known:
+            self._mark(known, [out, given.get("out"), *_written(func, args)])
+        return out
+
+    def _of(self, x: Tensor) -> int:
+        own = self._known.get(x, 0)
+        return own if x._base is None else own | self._known.get(x._base, 0)
+
+    def _mark(self, known: int, tree: Any) -> None:
+        for x in _tensors(tree):
+            self._known[x] = self._known.get(x, 0) | known
+        for x in _tensors(tree[1:]):
+            if x._base is not None:
+                self._known[x._base] = self._known.get(x._base, 0) | known
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give the argument that a function writes to."""
+    name = getattr(func, "__name__", "")
+    writes = name in ("__setitem__", "__set__") or name.startswith("__i")
+    return args[:1] if writes or (name.endswith("_") and not name.endswith("__")) else ()
+
+
+def _calls(model: nn.Module, inputs: Any) -> tuple[list[Call], tuple[str, ...]]:
+    """Give the calls of one residual stream, and notes on the layers that are not among them."""
     keeper = _Keeper()
-    with attached(model, keeper):
+    ancestors = _Ancestors(keeper.calls)
+    with attached(model, keeper) as interceptor, ancestors:
         call_with(functools.partial(model, **_uncached(model)), inputs)
     if not keeper.calls:
         raise RuntimeError("rollout: no attention call of the model was seen")
-    sizes = {(*call.sizes[::2], call.sizes[3]) for call in keeper.calls}
+    _check_sizes(keeper.calls, inputs)
+    _check_stream(keeper.calls, ancestors.of_calls)
+    modules, seen = interceptor.modules, {call.module for call in keeper.calls}
+    missed = dict(keeper.missed)
+    for module in sorted(interceptor.handwritten.unmet - seen):
+        missed.setdefault(module, "its softmax of a product met no value in a product that is seen")
+    for module in modules.overlooked(seen | set(missed)):
+        missed[module] = "none of its calls was recognised as attention"
+    for module, of in modules.recurrent(seen | set(missed)):
+        missed[module] = f"{of} mixes positions without attention"
+    return keeper.calls, tuple(
+        f"{module or 'the model'}: not in the product, {reason}"
+        for module, reason in missed.items()
+    )
+
+
+def _check_weights(call: Call, context: Tensor) -> None:
+    """Raise where the context is not weights times values, as after a mask on the weights."""
+    total = call.sizes.query
+    # The weights that a model makes itself may be changed in any row before they meet the values.
+    count = total if isinstance(call, EagerCall) else min(total, _SAMPLED)
+    step = max(1, _STRIP // max(1, math.prod(call.sizes) // max(1, total)))
+    for start in range(0, count, step):
+        rows = [at * total // count for at in range(start, min(start + step, count))]
+        off = context_difference(call, context, rows)
+        if off is not None and not off <= rounding_bound(context):
+            raise value_error(
+                "model",
+                "multiplies the values by the softmax of its scores",
+                got=f"weights changed after the softmax in {_name(call)}, by {off:.2g} of output",
+            )
+
+
+def _check_sizes(calls: list[Call], inputs: Any) -> None:
+    sizes = {(*call.sizes[::2], call.sizes[3]) for call in calls}
     if len(sizes) > 1 or any(query != source for _, query, source in sizes):
         raise value_error(
             "model",
@@ -105,7 +219,44 @@ def _calls(model: nn.Module, inputs: Any) -> list[Call]:
         )
     if not all(min(size) for size in sizes):
         raise value_error("inputs", "have a sample and a position", got="none of them")
-    return keeper.calls
+    (batch, position, _), given = next(iter(sizes)), list(_tensors(_leaves(inputs)))
+    if given and not any(_fits(x, batch, position) for x in given):
+        raise value_error(
+            "model",
+            "attends over all positions of a sample in each call, not in windows or folded heads",
+            got=f"a batch of {batch} in {_name(calls[0])}",
+            shapes={"inputs": tuple(given[0].shape)},
+        )
+
+
+def _leaves(inputs: Any) -> Any:
+    return dict(inputs) if hasattr(inputs, "keys") else inputs
+
+
+def _fits(x: Tensor, batch: int, position: int) -> bool:
+    """Whether calls with this batch and so many positions may be on all of a tensor."""
+    if batch == 1 or x.shape[:1] == (batch,):
+        return True
+    if x.is_floating_point():
+        return x.shape[:2] == (position, batch)  # batch_first=False
+    return x.shape == (position, batch) or (x.ndim > 2 and math.prod(x.shape[:-1]) == batch)
+
+
+def _check_stream(calls: list[Call], ancestors: list[int]) -> None:
+    """Raise unless each call reads what the one before it wrote."""
+    rule = "is one residual stream, whose layers make one call of self-attention each"
+    for at, call in enumerate(calls):
+        if call.kind == "cross":
+            raise value_error("model", rule, got=f"cross attention in {_name(call)}")
+        if at and not ancestors[at] >> (at - 1) & 1:
+            pair = f"{_name(call)} does not read the output of {_name(calls[at - 1])}"
+            if call.module == calls[at - 1].module:
+                pair = f"two calls in {_name(call)} that do not follow each other"
+            raise value_error("model", rule, got=pair)
+
+
+def _name(call: Call) -> str:
+    return call.module or "the model"
 
 
 def _uncached(model: nn.Module) -> dict[str, Any]:
