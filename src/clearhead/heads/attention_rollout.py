@@ -18,6 +18,7 @@ from clearhead._capture import (
     Call,
     EagerCall,
     Handler,
+    Interceptor,
     attached,
     call_strip,
     call_with,
@@ -122,39 +123,51 @@ class _Keeper(Handler):
 
 
 class _Ancestors(TorchFunctionMode):
-    """Follows which calls each tensor is computed from, as the bits of a number."""
+    """Follows which inputs and calls each tensor is computed from, as the bits of a number."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[Call], inputs: list[Tensor]) -> None:
         super().__init__()
-        self.of_calls: list[int] = []  # for each call, the calls that its arguments come from
-        self._calls = calls
+        self.crossed: set[int] = set()  # calls whose arguments differ in what they come from
+        self.unread: set[int] = set()  # calls whose arguments do not come from the call before
+        self._calls, self._first = calls, len(inputs)
         self._known = WeakTensorKeyDictionary()
+        for at, x in enumerate(inputs):
+            self._add(x, 1 << at)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function, and mark what it returns and what it writes to."""
         given = {} if kwargs is None else kwargs
-        known = functools.reduce(int.__or__, map(self._of, _tensors((args, given))), 0)
+        each = {self._of(x) for x in _tensors((args, given))} - {0}
         before = len(self._calls)
         out = func(*args, **given)
-        made = len(self._calls) - before
-        self.of_calls += [known] * made
-        known |= ((1 << made) - 1) << before
+        known = functools.reduce(int.__or__, each, 0)
+        for at in range(before, len(self._calls)):
+            known |= self._place(at, each)
         if known:
-            self._mark(known, [out, given.get("out"), *_written(func, args)])
+            for x in _tensors(out):
+                self._known[x] = self._known.get(x, 0) | known
+            for x in _tensors((given.get("out"), _written(func, args))):
+                self._add(x, known)
         return out
+
+    def _place(self, at: int, each: set[int]) -> int:
+        """Compare what the arguments of a call come from; give the bit of the call."""
+        if len(each) > 1:
+            self.crossed.add(at)
+        if at and not any(known >> (self._first + at - 1) & 1 for known in each):
+            self.unread.add(at)
+        return 1 << (self._first + at)
 
     def _of(self, x: Tensor) -> int:
         own = self._known.get(x, 0)
         return own if x._base is None else own | self._known.get(x._base, 0)
 
-    def _mark(self, known: int, tree: Any) -> None:
-        for x in _tensors(tree):
-            self._known[x] = self._known.get(x, 0) | known
-        for x in _tensors(tree[1:]):
-            if x._base is not None:
-                self._known[x._base] = self._known.get(x._base, 0) | known
+    def _add(self, x: Tensor, known: int) -> None:
+        for one in (x, x._base):
+            if one is not None:
+                self._known[one] = self._known.get(one, 0) | known
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -170,14 +183,23 @@ def _written(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _calls(model: nn.Module, inputs: Any) -> tuple[list[Call], tuple[str, ...]]:
     """Give the calls of one residual stream, and notes on the layers that are not among them."""
-    keeper = _Keeper()
-    ancestors = _Ancestors(keeper.calls)
+    keeper, given = _Keeper(), _given(inputs)
+    ancestors = _Ancestors(keeper.calls, given)
     with attached(model, keeper) as interceptor, ancestors:
         call_with(functools.partial(model, **_uncached(model)), inputs)
     if not keeper.calls:
         raise RuntimeError("rollout: no attention call of the model was seen")
-    _check_sizes(keeper.calls, inputs)
-    _check_stream(keeper.calls, ancestors.of_calls)
+    _check_sizes(keeper.calls, given)
+    _check_stream(keeper.calls, ancestors)
+    return keeper.calls, _notes(keeper, interceptor)
+
+
+def _given(inputs: Any) -> list[Tensor]:
+    return list(_tensors(dict(inputs) if hasattr(inputs, "keys") else inputs))
+
+
+def _notes(keeper: _Keeper, interceptor: Interceptor) -> tuple[str, ...]:
+    """Name what mixes positions and is not among the calls."""
     modules, seen = interceptor.modules, {call.module for call in keeper.calls}
     missed = dict(keeper.missed)
     for module in sorted(interceptor.handwritten.unmet - seen):
@@ -186,7 +208,7 @@ def _calls(model: nn.Module, inputs: Any) -> tuple[list[Call], tuple[str, ...]]:
         missed[module] = "none of its calls was recognised as attention"
     for module, of in modules.recurrent(seen | set(missed)):
         missed[module] = f"{of} mixes positions without attention"
-    return keeper.calls, tuple(
+    return tuple(
         f"{module or 'the model'}: not in the product, {reason}"
         for module, reason in missed.items()
     )
@@ -209,7 +231,7 @@ def _check_weights(call: Call, context: Tensor) -> None:
             )
 
 
-def _check_sizes(calls: list[Call], inputs: Any) -> None:
+def _check_sizes(calls: list[Call], given: list[Tensor]) -> None:
     sizes = {(*call.sizes[::2], call.sizes[3]) for call in calls}
     if len(sizes) > 1 or any(query != source for _, query, source in sizes):
         raise value_error(
@@ -219,7 +241,7 @@ def _check_sizes(calls: list[Call], inputs: Any) -> None:
         )
     if not all(min(size) for size in sizes):
         raise value_error("inputs", "have a sample and a position", got="none of them")
-    (batch, position, _), given = next(iter(sizes)), list(_tensors(_leaves(inputs)))
+    batch, position, _ = next(iter(sizes))
     if given and not any(_fits(x, batch, position) for x in given):
         raise value_error(
             "model",
@@ -227,10 +249,6 @@ def _check_sizes(calls: list[Call], inputs: Any) -> None:
             got=f"a batch of {batch} in {_name(calls[0])}",
             shapes={"inputs": tuple(given[0].shape)},
         )
-
-
-def _leaves(inputs: Any) -> Any:
-    return dict(inputs) if hasattr(inputs, "keys") else inputs
 
 
 def _fits(x: Tensor, batch: int, position: int) -> bool:
@@ -242,17 +260,17 @@ def _fits(x: Tensor, batch: int, position: int) -> bool:
     return x.shape == (position, batch) or (x.ndim > 2 and math.prod(x.shape[:-1]) == batch)
 
 
-def _check_stream(calls: list[Call], ancestors: list[int]) -> None:
+def _check_stream(calls: list[Call], ancestors: _Ancestors) -> None:
     """Raise unless each call reads what the one before it wrote."""
     rule = "is one residual stream, whose layers make one call of self-attention each"
     for at, call in enumerate(calls):
-        if call.kind == "cross":
-            raise value_error("model", rule, got=f"cross attention in {_name(call)}")
-        if at and not ancestors[at] >> (at - 1) & 1:
-            pair = f"{_name(call)} does not read the output of {_name(calls[at - 1])}"
+        if at in ancestors.unread:
+            got = f"{_name(call)} does not read the output of {_name(calls[at - 1])}"
             if call.module == calls[at - 1].module:
-                pair = f"two calls in {_name(call)} that do not follow each other"
-            raise value_error("model", rule, got=pair)
+                got = f"two calls in {_name(call)} that do not follow each other"
+            raise value_error("model", rule, got=got)
+        if at in ancestors.crossed and call.kind == "cross":
+            raise value_error("model", rule, got=f"cross attention in {_name(call)}")
 
 
 def _name(call: Call) -> str:

@@ -22,9 +22,9 @@ __all__ = ["ablate", "knockout", "zero_weights"]
 def knockout(
     model: Model,
     edges: Mask | Tensor | Iterable[tuple[int, int]],
+    heads: Heads = None,
     *,
     layers: int | Sequence[int] | None = None,
-    heads: Heads = None,
 ) -> Iterator[Cut]:
     """Cut edges before the softmax of every attention call that a model makes inside the block.
 
@@ -41,8 +41,8 @@ def knockout(
     - `edges`: (query, source) pairs, as `[(3, 0)]` or an integer tensor (n, 2), a `Mask` or a bool
       tensor; in positions of the whole sequence, also in steps with a cache. In `generate()`
       positions may lie ahead of the current step; elsewhere they are a ValueError.
-    - `layers`: numbers of the attention modules in order of first call, as `watch` counts them.
     - `heads`: head numbers, in all of `layers`, or (layer, head) pairs. All unless given.
+    - `layers`: numbers of the attention modules in order of first call, as `watch` counts them.
 
     The block yields the cut; its `moved` has the largest change of the output of each (layer,
     head). A block that changed nothing raises a RuntimeError on leaving; a layer or head that the
@@ -57,9 +57,9 @@ def knockout(
 def zero_weights(
     model: Model,
     edges: Mask | Tensor | Iterable[tuple[int, int]],
+    heads: Heads = None,
     *,
     layers: int | Sequence[int] | None = None,
-    heads: Heads = None,
 ) -> Iterator[Cut]:
     """Set weights to zero after the softmax: the weights of the other edges stay as they were.
 
