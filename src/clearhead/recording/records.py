@@ -12,7 +12,9 @@ from torch import Tensor
 
 from clearhead._core import Sizes
 from clearhead.masks import Mask
+from clearhead.readings import Reading
 from clearhead.recording import packed, store
+from clearhead.recording.table import table
 
 __all__ = ["Record", "Seen", "load"]
 
@@ -24,7 +26,8 @@ class Record:
     `value` mirrors `read` as `attend` does; its tensors have batch and head axes. `layer` counts
     the attention modules in order of first call, `call` the calls of this one. `mask` is None where
     every query may attend to every source. `check` is the largest difference of sampled rows,
-    recomputed, from the model's own output (None under dropout, and where heads are cut).
+    recomputed, from the model's own output (None under dropout, and where heads are cut). `read`
+    is what was read, as `watch` received it.
 
     Until it is first read, `value` is packed in fewer bytes than its tensors take.
     """
@@ -43,6 +46,8 @@ class Record:
     sizes: Sizes
     prompt: int | None = None  # under generate(): how many of the positions are the prompt's
     source_heads: int | None = None  # heads of the keys; None where the call did not show them
+    # None where the file of the record does not say
+    read: Reading | tuple[Reading, ...] | None = None
 
     def __repr__(self) -> str:
         batch, heads, query, source = self.sizes
@@ -73,6 +78,10 @@ class Record:
         at = {head: number for number, head in enumerate(self.heads)}
         groups = ([at[head] for head in group if head in at] for group in self.groups)
         return torch.stack([values[:, group].mean(1) for group in groups if group], 1)
+
+    def to_table(self, tokens: Any = None, top: int = 8) -> list[dict[str, Any]]:
+        """List the largest weights of each query, as `Seen.to_table` does for all records."""
+        return table(self, tokens, top)
 
 
 class _Value:
@@ -109,6 +118,27 @@ class Seen(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def to_table(self, tokens: Any = None, top: int = 8) -> list[dict[str, Any]]:
+        """List the largest weights, one dict for each layer, head, sample, query and rank.
+
+        >>> import torch, clearhead as ch
+        >>> q = torch.tensor([[[[1.0], [2.0]]]])
+        >>> with ch.watch(ch.attend, read=ch.readings.TopK(2)) as seen:
+        ...     context = ch.attend(q, q, q, ch.masks.causal())
+        >>> for row in seen.to_table(["a", "b"]):
+        ...     print(row["query_token"], row["rank"], row["source_token"], f"{row['weight']:.3f}")
+        a 0 a 1.000
+        b 0 b 0.881
+        b 1 a 0.119
+
+        The keys are `layer`, `module`, `head`, `sample`, `query`, `rank` (from 0), `source` and
+        `weight`, and with `tokens` (a list of strings, or one list a sample) `query_token` and
+        `source_token`. At most `top` sources of each query are listed. Sources without any weight
+        are left out, and so are padded queries: those at either end of a sample where no position
+        may attend to them. The weights are those that were read: `TopK`, `Weights` or `Rows`.
+        """
+        return [row for record in self for row in record.to_table(tokens, top)]
+
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the records to one safetensors file, whole or not at all; `load` reads it.
 
@@ -120,8 +150,14 @@ class Seen(Sequence[Record]):
         writer, records = store.Writer(), []
         for record in self:
             plain = {name: getattr(record, name) for name in _PLAIN}
-            mask = writer.mask(record.mask, record.sizes)
-            records.append({**plain, "mask": mask, "value": writer.value(record.value)})
+            records.append(
+                {
+                    **plain,
+                    "mask": writer.mask(record.mask, record.sizes),
+                    "value": writer.value(record.value),
+                    "read": writer.reading(record.read, record.sizes),
+                }
+            )
         store.write(path, {"notes": self.notes, "records": records}, writer.tensors)
 
     def __repr__(self) -> str:
@@ -132,7 +168,8 @@ class Seen(Sequence[Record]):
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-_PLAIN = [field.name for field in fields(Record) if field.name not in ("value", "mask")]
+_TREES = "value", "mask", "read"
+_PLAIN = [field.name for field in fields(Record) if field.name not in _TREES]
 
 
 def load(path: str | Path) -> Seen:
@@ -145,6 +182,10 @@ def load(path: str | Path) -> Seen:
         for name in ("heads", "queries"):
             plain[name] = None if plain[name] is None else tuple(plain[name])
         plain["sizes"] = Sizes(*plain["sizes"])
-        value, mask = store.value(outline["value"], tensors), store.mask(outline["mask"], tensors)
-        seen._records.append(Record(value=value, mask=mask, **plain))
+        trees = {
+            "value": store.value(outline["value"], tensors),
+            "mask": store.mask(outline["mask"], tensors),
+            "read": store.reading(outline.get("read"), tensors),
+        }
+        seen._records.append(Record(**trees, **plain))
     return seen

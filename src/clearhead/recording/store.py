@@ -44,6 +44,16 @@ class Writer:
             return {"type": type(value).__name__, "parts": parts}
         return parts
 
+    def reading(self, reading: Any, sizes: tuple[int, int, int, int]) -> Any:
+        """Outline a reading by its type and arguments, or several; None where it is unknown."""
+        if isinstance(reading, tuple):
+            return [self.reading(one, sizes) for one in reading]
+        if getattr(readings, type(reading).__name__, None) is not type(reading):
+            return None
+        given = {name: one for name, one in vars(reading).items() if not name.startswith("_")}
+        edges = {n: self.mask(one, sizes) for n, one in given.items() if isinstance(one, Mask)}
+        return {"type": type(reading).__name__, "arguments": {**given, **edges}}
+
     def mask(self, mask: Mask | None, sizes: tuple[int, int, int, int]) -> Any:
         """Outline a mask: its expression, or the tensor of its edges."""
         if mask is None:
@@ -105,6 +115,20 @@ def value(outline: Any, tensors: dict[str, Tensor]) -> Any:
         kind = getattr(readings, outline["type"])
         return kind(*(value(part, tensors) for part in outline["parts"]))
     return tuple(value(part, tensors) for part in outline)
+
+
+def reading(outline: Any, tensors: dict[str, Tensor]) -> Any:
+    """Rebuild a reading, or several, from its outline; one that is not known is None."""
+    if outline is None:
+        return None
+    if isinstance(outline, list):
+        return tuple(reading(one, tensors) for one in outline)
+    given = dict(outline["arguments"])
+    if isinstance(given.get("edges"), dict):
+        given["edges"] = mask(given["edges"], tensors)
+    if None in given.values():
+        return None
+    return getattr(readings, outline["type"])(**given)
 
 
 def mask(outline: Any, tensors: dict[str, Tensor]) -> Mask | None:

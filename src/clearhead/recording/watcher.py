@@ -306,6 +306,7 @@ class Watcher(Handler):
             sizes=call.sizes,
             prompt=prompt,
             source_heads=call.source_heads,
+            read=self.request.read[0] if self.request.single else self.request.read,
         )
 
     def unseen(self, module: str, reason: str) -> None:
