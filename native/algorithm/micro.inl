@@ -34,7 +34,7 @@ struct Pair {
 template <int V>
 constexpr int kRowsBy = V == 1   ? Vec::rows_by_one
                         : V == 2 ? Vec::rows_by_two
-                        : V == 3 ? Vec::rows
+                        : V == 3 ? Vec::rows_by_three
                                  : Vec::rows_by_four;
 
 // The inner loops are not inlined: inlined they compete for registers with the surrounding code, and on machines with

@@ -5,7 +5,7 @@ namespace clearhead {
 namespace CLEARHEAD_ISA {
 namespace {
 
-constexpr int kChains = Vec::rows * Vec::vectors;
+constexpr int kChains = Vec::rows_by_three * Vec::vectors;
 #define CLEARHEAD_UNROLL_ALL_FOR _Pragma("GCC unroll 32") for
 
 // The least work of a softmax for a vector of scores: the maximum, the distance from it, 2 to that power, and a sum

@@ -1,5 +1,5 @@
-// What the verbs of every instruction set share: the polynomial of 2^x, and the hash SplitMix64 (Steele, Lea,
-// Flood 2014). In each one's own namespace, so that none is linked into another.
+// What the verbs of all instruction sets share: the polynomial of 2^x, and the hash SplitMix64 (Steele, Lea, Flood
+// 2014). Each instruction set has its own copy in its namespace, so that the linker never shares code between them.
 #pragma once
 
 #include "host/kernel.h"
@@ -22,7 +22,7 @@ inline __attribute__((always_inline)) typename V::f power_of_fraction(typename V
 
 constexpr uint64_t kHashFirst = 0xbf58476d1ce4e5b9u, kHashSecond = 0x94d049bb133111ebu;
 
-// `hash_at_least` of vectors that cannot multiply 64 bits
+// `hash_at_least` for vectors without 64-bit multiplication
 template <class V>
 inline uint64_t hash_each_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
   uint64_t bits = 0;

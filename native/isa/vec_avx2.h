@@ -11,11 +11,12 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 8;
-  static constexpr int rows = 4;  // 4 x 3 accumulators, 3 loads and a broadcast: 16 registers
-  static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
-  static constexpr int vectors = 3, wide = 6;
-  static constexpr int together = 3;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 2;     // vectors of features in the outer-product kernel
+  // rows that a micro-kernel combines with one to four vectors; with three, 12 sums, 3 columns and a broadcast take all
+  // 16 registers
+  static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_three = 4, rows_by_four = 3;
+  static constexpr int wide = 6, vectors = 3;  // vectors of queries in a block: of the forward, of the backward
+  static constexpr int together = 3;           // vectors that a micro-kernel takes at most
+  static constexpr int outer = 2;              // vectors of features in the outer-product kernel
   using f = __m256;
   using i = __m256i;
 
@@ -30,7 +31,7 @@ struct Vec {
   static constexpr bool fused = true;  // fma and fms round once
   static f fma(f a, f b, f c) { return _mm256_fmadd_ps(a, b, c); }
   static f fms(f a, f b, f c) { return _mm256_fmsub_ps(a, b, c); }
-  // a NaN in b comes through, one in a does not
+  // returns b if either is a NaN
   static f max(f a, f b) { return _mm256_max_ps(a, b); }
   static f select(uint64_t bits, f yes, f no) {
     const i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -48,14 +49,14 @@ struct Vec {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
   }
 
-  // lane k of the result is the sum of the k-th vector
+  // lane k of the result is the sum of the lanes of rows[k]
   static f sum_each(const f* rows) {
     float sums[lanes];
     for (int k = 0; k < lanes; ++k) sums[k] = sum(rows[k]);
     return load(sums);
   }
 
-  // Which of 8 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
+  // One bit for each of 8 states of SplitMix64: whether the hash of state + step has upper 53 bits >= `least`
   static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
     uint64_t bits = 0;
     for (int half = 0; half < 2; ++half) {
@@ -82,7 +83,7 @@ struct Vec {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
   }
 
-  // false where the verb has no such conversion
+  // returns false, storing nothing, if there is no such conversion
   static bool store_as_half(uint16_t* p, f x, Type type) {
     if (type != Type::f16) return false;
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -106,9 +107,9 @@ struct Vec {
     }
   }
 
-  // 2^x, at most 1 ulp off where the result is normal; zero below -126, NaN for NaN.
+  // 2^x, at most 1 ulp off if the result is normal; zero below -126, NaN for NaN.
   static f exp2(f x) {
-    x = _mm256_max_ps(set1(-127.f), x);  // a NaN stays
+    x = _mm256_max_ps(set1(-127.f), x);  // NaN stays NaN
     x = _mm256_min_ps(set1(128.f), x);
     const f magic = set1(12582912.f + 127);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     const f shifted = add(x, magic);

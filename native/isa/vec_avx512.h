@@ -1,4 +1,4 @@
-// Vector verbs for AVX-512 (F, DQ, BW, VL), and bf16 dot products where the compiler may use them.
+// Vector verbs for AVX-512 (F, DQ, BW, VL), with bf16 dot products if the compiler flags allow them.
 #pragma once
 
 #include <immintrin.h>
@@ -11,11 +11,11 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 16;
-  static constexpr int rows = 4;  // of the micro-kernels
-  static constexpr int rows_by_one = 8, rows_by_two = 8, rows_by_four = 4;
-  static constexpr int vectors = 3, wide = 4;
-  static constexpr int together = 4;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 4;     // vectors of features in the outer-product kernel
+  // rows that a micro-kernel combines with one to four vectors
+  static constexpr int rows_by_one = 8, rows_by_two = 8, rows_by_three = 4, rows_by_four = 4;
+  static constexpr int wide = 4, vectors = 3;  // vectors of queries in a block: of the forward, of the backward
+  static constexpr int together = 4;           // vectors that a micro-kernel takes at most
+  static constexpr int outer = 4;              // vectors of features in the outer-product kernel
   using f = __m512;
   using i = __m512i;
 
@@ -30,14 +30,14 @@ struct Vec {
   static constexpr bool fused = true;  // fma and fms round once
   static f fma(f a, f b, f c) { return _mm512_fmadd_ps(a, b, c); }
   static f fms(f a, f b, f c) { return _mm512_fmsub_ps(a, b, c); }
-  // a NaN in b comes through, one in a does not
+  // returns b if either is a NaN
   static f max(f a, f b) { return _mm512_max_ps(a, b); }
   static f select(uint64_t bits, f yes, f no) { return _mm512_mask_blend_ps((__mmask16)bits, no, yes); }
   static uint64_t greater(f a, f b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
   static uint64_t not_finite(f x) { return _mm512_fpclass_ps_mask(x, 0x99); }
   static float sum(f x) { return _mm512_reduce_add_ps(x); }
 
-  // lane k of the result is the sum of the k-th vector
+  // lane k of the result is the sum of the lanes of rows[k]
   static f sum_each(const f* rows) {
     f quarter[4];
     for (int k = 0; k < 4; ++k) {
@@ -53,7 +53,7 @@ struct Vec {
     return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
-  // Which of 16 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
+  // One bit for each of 16 states of SplitMix64: whether the hash of state + step has upper 53 bits >= `least`
   static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
     uint64_t bits = 0;
     for (int half = 0; half < 2; ++half) {
@@ -77,7 +77,7 @@ struct Vec {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
   }
 
-  // false where the verb has no such conversion
+  // returns false, storing nothing, if there is no such conversion
   static bool store_as_half(uint16_t* p, f x, Type type) {
     if (type == Type::f16) {
       _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -102,7 +102,7 @@ struct Vec {
       b[k] = _mm512_shuffle_ps(ab_low, cd_low, 0x44), b[k + 1] = _mm512_shuffle_ps(ab_low, cd_low, 0xee);
       b[k + 2] = _mm512_shuffle_ps(ab_high, cd_high, 0x44), b[k + 3] = _mm512_shuffle_ps(ab_high, cd_high, 0xee);
     }
-    for (int k = 0; k < 4; ++k) {  // b[4 r + k] holds, of rows 4 r .. 4 r + 3, the columns k, k + 4, k + 8, k + 12
+    for (int k = 0; k < 4; ++k) {  // b[4 r + k] holds the columns k, k + 4, k + 8, k + 12 of rows 4 r .. 4 r + 3
       const f low = _mm512_shuffle_f32x4(b[k], b[k + 4], 0x44), high = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0x44);
       const f low2 = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xee),
               high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xee);
@@ -113,7 +113,7 @@ struct Vec {
     }
   }
 
-  // 2^x, at most 1 ulp off where the result is normal; exact zero below -150, NaN for NaN.
+  // 2^x, at most 1 ulp off if the result is normal; exact zero below -150, NaN for NaN.
   static f exp2(f x) {
     f r = _mm512_reduce_ps(x, 0x00);  // x - round(x), 0 for an infinity
     f n = _mm512_sub_ps(x, r);
@@ -137,7 +137,7 @@ struct Vec {
     _mm256_storeu_si256((__m256i*)first, _mm512_castsi512_si256(both));
     _mm256_storeu_si256((__m256i*)second, _mm512_extracti64x4_epi64(both, 1));
   }
-  // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
+  // each lane holds (low, high) as one 32-bit pair, rounded to nearest even
   static f pair_of(f low, f high) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

@@ -1,4 +1,4 @@
-// Vector verbs on the compiler's own 128-bit vectors: the baseline of any machine.
+// Vector verbs on the compiler's 128-bit vector extension: the baseline on any machine.
 #pragma once
 
 #include <cmath>
@@ -12,11 +12,11 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 4;
-  static constexpr int rows = 4;
-  static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_four = 3;
-  static constexpr int vectors = 3, wide = 3;
-  static constexpr int together = 3;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 2;     // vectors of features in the outer-product kernel
+  // rows that a micro-kernel combines with one to four vectors
+  static constexpr int rows_by_one = 8, rows_by_two = 6, rows_by_three = 4, rows_by_four = 3;
+  static constexpr int wide = 3, vectors = 3;  // vectors of queries in a block: of the forward, of the backward
+  static constexpr int together = 3;           // vectors that a micro-kernel takes at most
+  static constexpr int outer = 2;              // vectors of features in the outer-product kernel
   typedef float f __attribute__((vector_size(16)));
   typedef int32_t i __attribute__((vector_size(16)));
 
@@ -35,7 +35,7 @@ struct Vec {
   static constexpr bool fused = false;  // fma and fms round once
   static f fma(f a, f b, f c) { return a * b + c; }
   static f fms(f a, f b, f c) { return a * b - c; }
-  // a NaN in b comes through, one in a does not
+  // returns b if either is a NaN
   static f max(f a, f b) { return a > b ? a : b; }
   static f select(uint64_t bits, f yes, f no) {
     const i bit = {1, 2, 4, 8};
@@ -46,14 +46,14 @@ struct Vec {
   static uint64_t not_finite(f x) { return to_bits(~(magnitude(x) <= set1(__FLT_MAX__))); }
   static float sum(f x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
-  // lane k of the result is the sum of the k-th vector
+  // lane k of the result is the sum of the lanes of rows[k]
   static f sum_each(const f* rows) {
     float sums[lanes];
     for (int k = 0; k < lanes; ++k) sums[k] = sum(rows[k]);
     return load(sums);
   }
 
-  // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`
+  // One bit for each of 4 states of SplitMix64: whether the hash of state + step has upper 53 bits >= `least`
   static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
     return hash_each_at_least<Vec>(state, step, least);
   }
@@ -71,7 +71,7 @@ struct Vec {
     return f{widen(p[0], type), widen(p[1], type), widen(p[2], type), widen(p[3], type)};
   }
 
-  // false where the verb has no such conversion
+  // returns false, storing nothing, if there is no such conversion
   static bool store_as_half(uint16_t*, f, Type) { return false; }
 
   // to[j][i] = row(i)[j], 4 x 4
@@ -81,10 +81,10 @@ struct Vec {
     for (int j = 0; j < 4; ++j) store(to + j * to_stride, f{a[0][j], a[1][j], a[2][j], a[3][j]});
   }
 
-  // 2^x, at most 2 ulp off where the result is normal; zero below -126, NaN for NaN.
+  // 2^x, at most 2 ulp off if the result is normal; zero below -126, NaN for NaN.
   static f exp2(f x) {
     const f low = set1(-127.f), high = set1(128.f);
-    x = low > x ? low : x;  // a NaN stays
+    x = low > x ? low : x;  // NaN stays NaN
     const f clamped = high < x ? high : x;
     const f magic = set1(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     const f shifted = clamped + magic;

@@ -1,5 +1,4 @@
-// Vector verbs for 64-bit ARM, whose machines all have NEON, and bf16 dot products where the compiler
-// may use them.
+// Vector verbs for 64-bit ARM, which always has NEON, with bf16 dot products if the compiler flags allow them.
 #pragma once
 
 #include <arm_neon.h>
@@ -12,11 +11,12 @@ namespace {
 
 struct Vec {
   static constexpr int lanes = 4;
-  static constexpr int rows = 8;  // 8 x 3 accumulators, 3 loads and a broadcast: 28 of 32 registers
-  static constexpr int rows_by_one = 16, rows_by_two = 12, rows_by_four = 6;
-  static constexpr int vectors = 3, wide = 4;
-  static constexpr int together = 4;  // vectors that a micro-kernel takes at most
-  static constexpr int outer = 4;     // vectors of features in the outer-product kernel
+  // rows that a micro-kernel combines with one to four vectors; with three, 24 sums, 3 columns and a broadcast take 28
+  // of 32 registers
+  static constexpr int rows_by_one = 16, rows_by_two = 12, rows_by_three = 8, rows_by_four = 6;
+  static constexpr int wide = 4, vectors = 3;  // vectors of queries in a block: of the forward, of the backward
+  static constexpr int together = 4;           // vectors that a micro-kernel takes at most
+  static constexpr int outer = 4;              // vectors of features in the outer-product kernel
   using f = float32x4_t;
   using i = int32x4_t;
 
@@ -31,7 +31,7 @@ struct Vec {
   static constexpr bool fused = true;  // fma and fms round once
   static f fma(f a, f b, f c) { return vfmaq_f32(c, a, b); }
   static f fms(f a, f b, f c) { return vfmaq_f32(vnegq_f32(c), a, b); }
-  // a NaN in b comes through, one in a does not
+  // returns b if either is a NaN
   static f max(f a, f b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
   static f select(uint64_t bits, f yes, f no) {
     return vbslq_f32(vtstq_u32(vdupq_n_u32((uint32_t)bits), bit_of_lane()), yes, no);
@@ -40,11 +40,11 @@ struct Vec {
   static uint64_t not_finite(f x) { return to_bits(vmvnq_u32(vcaleq_f32(x, set1(__FLT_MAX__)))); }
   static float sum(f x) { return vaddvq_f32(x); }
 
-  // lane k of the result is the sum of the k-th vector
+  // lane k of the result is the sum of the lanes of rows[k]
   static f sum_each(const f* rows) { return vpaddq_f32(vpaddq_f32(rows[0], rows[1]), vpaddq_f32(rows[2], rows[3])); }
 
-  // Which of 4 states of SplitMix64, moved on by `step`, give a number whose upper 53 bits are at least `least`:
-  // scalars, since no vector of NEON multiplies 64 bits
+  // One bit for each of 4 states of SplitMix64: whether the hash of state + step has upper 53 bits >= `least`. In
+  // scalars, since NEON has no 64-bit multiplication of vectors.
   static uint64_t hash_at_least(const uint64_t* state, uint64_t step, uint64_t least) {
     return hash_each_at_least<Vec>(state, step, least);
   }
@@ -60,7 +60,7 @@ struct Vec {
     return vreinterpretq_f32_u32(vshll_n_u16(x, 16));
   }
 
-  // false where the verb has no such conversion
+  // returns false, storing nothing, if there is no such conversion
   static bool store_as_half(uint16_t* p, f x, Type type) {
     if (type == Type::f16) {
       vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
@@ -86,9 +86,9 @@ struct Vec {
     store(to + 3 * to_stride, vreinterpretq_f32_f64(vtrn2q_f64(ab_odd, cd_odd)));
   }
 
-  // 2^x, at most 1 ulp off where the result is normal; zero below -126, NaN for NaN.
+  // 2^x, at most 1 ulp off if the result is normal; zero below -126, NaN for NaN.
   static f exp2(f x) {
-    x = vminq_f32(vmaxq_f32(x, set1(-127.f)), set1(128.f));  // a NaN stays
+    x = vminq_f32(vmaxq_f32(x, set1(-127.f)), set1(128.f));  // NaN stays NaN
     const f n = vrndnq_f32(x);
     const f r = sub(x, n);
     const f p = power_of_fraction<Vec>(r);
@@ -111,7 +111,7 @@ struct Vec {
     vst1_u16(first, vreinterpret_u16_bf16(vcvt_bf16_f32(low)));
     vst1_u16(second, vreinterpret_u16_bf16(vcvt_bf16_f32(high)));
   }
-  // lane by lane (low, high) in one 32-bit pair, rounded to nearest even
+  // each lane holds (low, high) as one 32-bit pair, rounded to nearest even
   static f pair_of(f low, f high) {
     const uint16x4_t a = vreinterpret_u16_bf16(vcvt_bf16_f32(low)), b = vreinterpret_u16_bf16(vcvt_bf16_f32(high));
     return vreinterpretq_f32_u16(vcombine_u16(vzip1_u16(a, b), vzip2_u16(a, b)));
