@@ -381,3 +381,23 @@ def test_what_a_model_prints_is_not_in_the_document(capsys: Any) -> None:
     shown = capsys.readouterr()
     assert json.loads(shown.out)["ok"]
     assert shown.err.startswith("loading\nrunning\n")
+
+
+def test_finished_rows_that_are_damaged_are_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clearhead.heads.corpus import Job
+
+    page = tmp_path / "page.txt"
+    page.write_text("\n".join(LINES))
+    scan = ["scan", str(page), "--out", str(tmp_path / "out"), "--per-document", "--every", "0"]
+    monkeypatch.setattr("clearhead.heads.corpus.job.WINDOW_OF_DOCUMENTS", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "_finish", raising(RuntimeError("broken")))
+        assert cli.main(scan) == 2
+    rows = sorted((tmp_path / "out.partial").glob("rows-*.parquet"))
+    assert len(rows) > 1
+    rows[0].write_bytes(rows[0].read_bytes()[:50])
+    assert cli.main([*scan, "--resume"]) == 2
+    assert f"--resume: has damaged rows; got {rows[0]}" in capsys.readouterr().err
+    assert cli.main([*scan, "--force"]) == 0

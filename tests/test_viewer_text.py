@@ -85,3 +85,11 @@ def test_token_bytes_of_each_family() -> None:
     assert token_bytes(sentence_piece, [1, 2, 3]) == [b" the", b"\xe2", b"a"]
     word_piece = Tokens(["[CLS]", "hell", "##o"])
     assert token_bytes(word_piece, [0, 1, 2]) == [b"[CLS]", b"hell", b"##o"]
+
+
+def test_an_id_without_a_token_is_shown_as_its_number() -> None:
+    class Few(Tokens):
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:  # type: ignore[override]
+            return [self.tokens[i] if i < len(self.tokens) else None for i in ids]
+
+    assert token_bytes(Few(["a", "b"]), [1, 7]) == [b"b", b"<7>"]

@@ -8,13 +8,13 @@ from typing import Any
 
 
 def main() -> int:
-    """Run the command, with signals that end the process at once until it has work to save."""
+    """Run the command; until a command has work to save, a signal ends the process at once."""
     _open_standard_streams()
     _handle(_stop)
     from clearhead.cli import process
 
     code = process()
-    # All is done but the end of the interpreter, which would reset any handler.
+    # The interpreter resets handlers while it shuts down, but keeps signals that are ignored.
     _handle(signal.SIG_IGN)
     return code
 
@@ -25,7 +25,7 @@ def _handle(handler: Any) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Keep a file that is opened later from becoming standard output or error."""
+    """Open closed standard streams, or the next file that is opened would become one of them."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -34,7 +34,7 @@ def _open_standard_streams() -> None:
 
 
 def _stop(number: int, frame: object) -> None:
-    # No exception: one that is raised while torch is imported may get lost, or be reported twice.
+    # Not an exception: raised while torch is imported, it may be swallowed or reported twice.
     try:
         os.write(2, b"\ninterrupted\n")
     finally:

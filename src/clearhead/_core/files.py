@@ -43,9 +43,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def link_target(path: Path) -> Path:
-    """Return the file that a link leads to, even if it does not exist yet; any other path as it is.
+    """Return the target of a symbolic link, even if it does not exist; any other path unchanged.
 
-    A link that leads to no name (to itself, to a pipe, to a file that was deleted) is a ValueError.
+    A link without a target that has a name (a loop, a pipe, a deleted file) is a ValueError.
     """
     if not path.is_symlink():
         return path
@@ -57,7 +57,7 @@ def link_target(path: Path) -> Path:
 
 
 def remove_parts(path: Path) -> None:
-    """Remove what processes that were killed had written of `path`; only its one writer may."""
+    """Remove the partial files of killed processes; the caller holds the lock on `path`."""
     path = link_target(path)
     for part in path.parent.glob(f".{escape(path.name)}.*.part"):
         part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Requests to stop: Ctrl-C, SIGTERM and the end of a terminal, all handled alike."""
+"""Requests to stop: SIGINT, SIGTERM and SIGHUP, handled alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StopRequests"]
 
 
 class StopRequests:
-    """Inside the block a request raises KeyboardInterrupt, so that what was begun is cleaned up.
+    """Inside the block a request raises KeyboardInterrupt, so that resources are released.
 
     >>> with StopRequests() as stop:
     ...     with stop.deferred():
@@ -20,9 +20,9 @@ class StopRequests:
     ...         print(stop.asked)
     True
 
-    A request in a `deferred` block only sets `asked`, and `message` is printed; a second one raises
-    there too. The handlers of before are restored. Only the main thread can set handlers: in
-    another one there are no requests.
+    In a `deferred` block the first request sets `asked` and prints `message`; a second one raises.
+    The previous handlers are restored on exit. Only the main thread can install handlers; in any
+    other thread there are no requests.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -52,7 +52,7 @@ class StopRequests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Let the first request wait for whoever looks at `asked`."""
+        """Defer the first request: the block checks `asked`."""
         if self.asked:  # an import or a destructor has swallowed the KeyboardInterrupt
             raise KeyboardInterrupt
         self._deferred = True
@@ -64,7 +64,7 @@ class StopRequests:
 
 def _signals() -> list[int]:
     found: list[int] = [signal.SIGINT, signal.SIGTERM]
-    # A terminal that is closed asks too, unless nohup said to ignore that.
+    # A closed terminal is a request too, unless nohup has set the signal to be ignored.
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         found.append(hangup)

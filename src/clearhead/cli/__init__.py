@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> int:
-    """Run the command line as a process, whose exit code 1 is a finding, and no fault of ours."""
+    """Run the command line as a process: an unexpected exception must not be exit code 1."""
     from clearhead.views import output_streams
 
     with output_streams():
@@ -55,7 +55,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return MISUSE
     try:
         code = arguments.run(arguments)
-        # Here, because a full disk may show only now.
+        # Inside the try block, because a full disk may become visible only now.
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return STOPPED
     except SystemExit as error:
         return _failed(
-            f" {arguments.command}", f"code that was run called sys.exit({error.code!r})"
+            f" {arguments.command}", f"the code of a model called sys.exit({error.code!r})"
         )
     except (ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as error:
         return _failed(f" {arguments.command}", str(error) or type(error).__name__)

@@ -1,4 +1,4 @@
-"""What commands share of their arguments: the text that is read, and names in errors."""
+"""What the arguments of commands share: the text to read, notes, and option names in errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["add_text", "examples", "named", "note", "text_of"]
 
 
 def examples(parser: argparse.ArgumentParser, *lines: str, notes: str = "") -> None:
-    """Close the help of a command with what has to be known of it, and with examples."""
+    """Close the help of a command with notes and examples."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(
         [*([notes] if notes else []), "examples:", *(f"  {x}" for x in lines)]
@@ -30,7 +30,7 @@ def add_text(parser: argparse.ArgumentParser, metavar: str, words: str) -> None:
 
 
 def text_of(arguments: argparse.Namespace, metavar: str) -> str:
-    """Give the text of `add_text`; the line end that closes a file or an input is none of it."""
+    """Return the text of `add_text`, without the line end that closes a file or an input."""
     given, file = arguments.text, arguments.file
     if (given is None) == (file is None):
         rule = "is needed" if given is None else f"and --file are two texts, {metavar} is one"
@@ -50,7 +50,7 @@ def text_of(arguments: argparse.Namespace, metavar: str) -> str:
 
 
 def _standard_input(metavar: str) -> str:
-    """Read all of it; bytes of another encoding are an error, or (in some locales) surrogates."""
+    """Read standard input; undecodable bytes are an error, or (in some locales) surrogates."""
     try:
         text = sys.stdin.read()
         text.encode()
@@ -58,21 +58,21 @@ def _standard_input(metavar: str) -> str:
         encoding = (sys.stdin.encoding or "utf-8").upper()
         hint = f"convert it to {encoding} first, for example with iconv"
         rule = f"standard input is not {encoding}"
-        raise value_error(metavar, rule, got=_odd_byte(error), hint=hint) from None
+        raise value_error(metavar, rule, got=_undecodable_byte(error), hint=hint) from None
     return text
 
 
-def _odd_byte(error: UnicodeError) -> str:
-    """The first byte or character that could not be read."""
+def _undecodable_byte(error: UnicodeError) -> str:
+    """Return the first byte that could not be decoded."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.object[error.start]:#04x}"
     assert isinstance(error, UnicodeEncodeError)
-    # A locale that passes everything on hides byte 0x80 in the surrogate U+DC80.
+    # A locale with surrogateescape decodes byte 0x80 as the surrogate U+DC80.
     return f"byte {ord(error.object[error.start]) & 0xFF:#04x} at character {error.start}"
 
 
 def note(text: str) -> None:
-    """Print what has to be known beside the result."""
+    """Print a note to standard error."""
     print(f"note: {text}", file=sys.stderr)
 
 

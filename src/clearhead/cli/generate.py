@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     for piece in pieces:
         print(piece, end="", flush=True)
         if getattr(sys.stdout, "lost", False):
-            break  # nobody reads any more
+            break  # the reader has closed the pipe
     print()
     return 0
 

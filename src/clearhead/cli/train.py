@@ -82,7 +82,7 @@ def _train(arguments: argparse.Namespace) -> int:
     with StopRequests(STOPPING) as stop, ExitStack() as held:
         out = _resumed_directory(arguments)
         if out is not None and out.is_dir():
-            # Held before its state is read: another training may be about to write it.
+            # Locked before its state is read: another training may be writing it.
             held.enter_context(output_directory(out, overwrite=True))
         text = _text(arguments)
         training = _resumed(arguments, text) if arguments.resume else _fresh(arguments, text)

@@ -1,4 +1,4 @@
-"""A training run of the command: begin one that fits into memory, and find where it writes."""
+"""A training run on disk: set-up, output directory, checkpoints and samples."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def begin(
 
 
 def _settings(lr: float = Settings.learning_rate, **options: Any) -> Settings:
-    # Twenty times in a run: often enough to watch, seldom enough to cost little.
+    # Twenty validations in a run: enough to watch it, few enough to be cheap.
     every = min(max(options.get("steps", Settings.steps) // 20, 1), 100)
     return Settings(learning_rate=lr, validate_every=every, **options)
 
 
 def _must_fit(kind: Any, vocabulary: Characters, sizes: dict[str, Any]) -> None:
-    """Refuse a model that memory cannot hold, before making it takes all of the memory."""
+    """Refuse a model that does not fit into memory, before it is created."""
 
     def parameters(layers: int) -> int:
         with no_weights():
@@ -86,10 +86,10 @@ def _must_fit(kind: Any, vocabulary: Characters, sizes: dict[str, Any]) -> None:
 
 @contextmanager
 def output_directory(path: Path, *, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """Make the directory of a run and hold it, before any work that it may not be able to keep.
+    """Create and lock the directory of a run, and check that it can be written.
 
-    `source` is the text that is read: its file is never written. A directory in which nothing was
-    written is removed.
+    `source` is the text that is read: its file is never overwritten. A new directory that is still
+    empty at the end is removed.
     """
     if path.exists() and not path.is_dir():
         raise value_error("out", "needs to be a directory", got=f"the file {path}")
@@ -102,7 +102,7 @@ def output_directory(path: Path, *, overwrite: bool, source: Path | None = None)
         finally:
             if fresh:
                 with suppress(OSError):
-                    path.rmdir()  # only where it is empty
+                    path.rmdir()  # fails unless it is empty
 
 
 def _check_files(path: Path, overwrite: bool, source: Path | None) -> None:
@@ -123,7 +123,7 @@ def _check_files(path: Path, overwrite: bool, source: Path | None) -> None:
 
 @contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    """Hold a directory of a run: two trainings that write one model would lose one of them."""
+    """Lock a directory: of two trainings that write one model, one would be lost."""
     handle = os.open(path, os.O_RDONLY)
     try:
         if not take_lock(handle) or not is_file_at(handle, path):
@@ -171,7 +171,7 @@ def training_fits(advice: str) -> Iterator[None]:
 
 
 def samples(model: Any, text: str) -> dict[str, str]:
-    """What a model has learned: the text that it continues ("text"), or "gaps" and "filled"."""
+    """Show what a model has learned: its continuation ("text"), or "gaps" and "filled" gaps."""
     model.eval()
     if not isinstance(model, BERT):
         start = text[: model.length // 4 + 1]
@@ -184,6 +184,6 @@ def samples(model: Any, text: str) -> dict[str, str]:
     with torch.no_grad():
         guessed = model(hidden[None])[0, :, len(words.special) :].argmax(-1) + len(words.special)
     filled = hidden.where(hidden != words.number["[MASK]"], guessed)
-    # One sign a gap, so that the two lines stand under each other.
+    # One sign per gap, so that the two lines align.
     gaps = words.decode(hidden).replace("[MASK]", "_")
     return {"gaps": gaps, "filled": words.decode(filled)}

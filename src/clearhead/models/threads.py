@@ -18,8 +18,8 @@ __all__ = ["SMALL", "check_threads", "small_threads"]
 # (dev/LOG.md); on busy cores it makes a small step many times slower, because the threads wait for
 # each other after every operation, a time slice of the scheduler each.
 SMALL = 1 << 17
-# More threads than this, or than there are cores, only wait for each other. torch makes as many as
-# it is told to, and crashes where the system gives it no more.
+# More threads than this, or than cores, only wait for each other. torch creates as many as
+# it is given, and crashes where the system refuses to create more.
 MOST = 256
 # torch.set_num_threads after this import, or a variable of the environment, is the caller's choice.
 _AT_START = torch.get_num_threads()
@@ -27,7 +27,7 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuse a number of threads that is none, or that would take all processes of the machine."""
+    """Refuse an invalid number of threads, and one that would exhaust the machine."""
     if threads is None:
         return
     if not isinstance(threads, int) or threads < 1:

@@ -70,7 +70,9 @@ def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
     Byte-level tokens are mapped back to bytes, SentencePiece's word mark to a space and its byte
     tokens to bytes; anything else is taken as text.
     """
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
+    known = zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
+    # A model may predict ids that its tokenizer has no token for.
+    tokens = [f"<{id_}>" if token is None else str(token) for id_, token in known]
     byte_level = _is_byte_level(tokenizer)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     return [

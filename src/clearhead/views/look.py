@@ -70,7 +70,7 @@ def look_at(
 
 
 def _fitting(reader: Reader, ids: list[int]) -> tuple[list[int], list[str]]:
-    """Take the last tokens that the model can read, after the mark that may open a text."""
+    """Keep the last tokens that fit the model, after a special token that opens the text."""
     limit = reader.limit
     if limit is None or len(ids) <= limit:
         return ids, []
@@ -147,7 +147,7 @@ def _influence(asked: Asked) -> dict[str, Any]:
 def _difference(
     asked: Asked, layers: list[dict[str, Any]], layer: int, head: int | None
 ) -> dict[str, Any]:
-    """Cut in all layers and heads at once, or in the layer and head that were asked for."""
+    """Cut in all layers and heads at once, or in the layer and head that were chosen."""
     import torch
 
     from clearhead.views.difference import difference_without
@@ -175,13 +175,15 @@ def _without(
 
     if logits is None:
         raise value_error("without", "needs a model that predicts tokens", got=asked.reader.name)
-    heads = []
+    heads, calls = [], [layer["layer"] for layer in layers]
     for layer, head in asked.without:
         layer = _index("without", layer, len(layers), default=0)
         head = _index("without", head, len(layers[layer]["rows"]), default=0)
-        heads.append((layers[layer]["layer"], head))
+        heads.append((calls[layer], head))
     found = predictions_without(asked.reader, asked.ids, asked.at, logits, heads, asked.top)
-    return {"heads": [list(pair) for pair in asked.without], "predictions": found}
+    # A module that is called several times, as in ALBERT, is one to a cut.
+    note = "" if len(calls) == len(set(calls)) else "layers share a module: it is cut in each call"
+    return {"heads": [list(pair) for pair in asked.without], "predictions": found, "note": note}
 
 
 def _position(reader: Reader, ids: list[int], at: int | None) -> int:
@@ -195,7 +197,7 @@ def _position(reader: Reader, ids: list[int], at: int | None) -> int:
 
 
 def _mask(reader: Reader, ids: list[int], at: int) -> tuple[list[int], bool]:
-    """Hide the chosen token from a masked-token model, or it would only have to copy it."""
+    """Mask the chosen token for a masked-token model, which could otherwise copy it."""
     if reader.kind != "masked" or reader.mask_id is None:
         return ids, False
     return [*ids[:at], reader.mask_id, *ids[at + 1 :]], True

@@ -1,4 +1,4 @@
-"""The output streams of a command: data steers no terminal, and a closed pipe ends no work."""
+"""Output streams of a command: control characters are escaped, a closed pipe stops no work."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def output_streams() -> Iterator[None]:
             yield
             sys.stdout.flush()
         finally:
-            # Also where help was printed, which ends with SystemExit.
+            # Also after help was printed, which raises SystemExit.
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
 
 
 class SafeStream:
-    """A text stream whose reader may go away, and on which a terminal shows control characters.
+    """A text stream that escapes control characters on a terminal, and tolerates a closed pipe.
 
-    `lost` is True once nobody reads any more, and the rest is dropped. A stream that is not
-    `needed`, because it only reports, is also lost where it cannot be written (a full disk).
+    `lost` becomes True when the reader has closed the pipe; further output is dropped. A stream
+    that is not `needed`, because it reports progress, is also lost on any other error (full disk).
     """
 
     def __init__(self, stream: Any, *, needed: bool = True, escape: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The one place that draws on the terminal: escapes, widths and closed pipes."""
+"""The console of all renderers: escapes, widths and closed pipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Terminal"]
 
 
 class Terminal(Console):
-    """A console that crops nothing, pads no line in a pipe, and escapes what data holds."""
+    """A console that crops nothing, pads no line in a pipe, and escapes control characters."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         file = sys.stderr if stderr else sys.stdout
@@ -25,7 +25,7 @@ class Terminal(Console):
         super().__init__(file=file, highlight=False, _environ=_environment())
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """Render, with control characters of data made visible where they would steer."""
+        """Render; on a terminal the control characters of data are escaped."""
         segments = super().render(renderable, options)
         if not self.is_terminal:
             return segments
@@ -56,7 +56,7 @@ class Terminal(Console):
 
 
 def _environment() -> dict[str, str]:
-    """Leave out a size of 0, which is none: rich would draw nothing at all."""
+    """Drop a size of 0 from the environment: rich would draw nothing."""
     sizes = ("COLUMNS", "LINES")
     return {
         name: value

@@ -1,4 +1,4 @@
-"""What a corpus is: text, JSON lines or Parquet, by its name and by how it begins."""
+"""The format of a corpus: text, JSON lines or Parquet, by its suffix and its first bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from clearhead._core import value_error
 __all__ = ["format_of", "size_of"]
 
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-# So much of a file that begins like JSON is parsed, to know whether it is.
+# At most so many bytes are parsed to find out whether a file is JSON.
 _PARSED = 1 << 26
-# How larger files begin that are JSON.
+# How a larger JSON file begins.
 _BEGINS = re.compile(r'\s*(\[\s*[\[{"\]]|\{\s*["}])')
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a corpus; refuse what is no file that can be read twice."""
+    """Return the size of a corpus in bytes; refuse anything but a file that can be read twice."""
     if path.is_dir():
         raise value_error("CORPUS", "needs to be a file", got=f"the directory {path}")
     if not path.exists():
@@ -36,7 +36,7 @@ def size_of(path: Path) -> int:
 
 
 def format_of(path: Path) -> str:
-    """Return "text", "jsonl" or "parquet"; refuse what would be read as text and is JSON."""
+    """Return "text", "jsonl" or "parquet"; refuse JSON that would be read as text."""
     with path.open("rb") as file:
         start = file.read(1 << 13)
     if start.startswith(b"PAR1"):
@@ -70,7 +70,7 @@ def _json_kind(path: Path, *, named_so: bool) -> str | None:
         return "document" if _BEGINS.match(text) and (named_so or len(text) == _PARSED) else None
     if isinstance(value, dict) and isinstance(_first_value(text.partition("\n")[0])[0], dict):
         return "lines"
-    # Text may begin with [1]; nothing but JSON consists of it.
+    # A text may begin with [1]; a JSON document has nothing after it but more JSON.
     more = rest.lstrip()
     whole = not more or _first_value(more)[0] is not None
     return "document" if isinstance(value, dict) or whole else None

@@ -1,4 +1,4 @@
-"""What a scan is made of: what tells it from another scan, and where its table may go."""
+"""The set-up of a scan: checks of its options and its target, and what identifies it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from clearhead.heads.survey import Survey
 
 __all__ = ["check_numbers", "check_target", "check_unfinished", "check_use", "make_job"]
 
-# Bytes that are read once more, in a second, to know whether a corpus is still the same.
+# At most so many bytes identify a corpus; reading them takes about a second.
 DIGESTED = 1 << 30
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Refuse numbers that no scan can have."""
+    """Refuse impossible numbers."""
     for name in ("length", "batch", "limit"):
         if options[name] is not None and options[name] < 1:
             raise value_error(f"--{name}", "must be at least 1", got=options[name])
@@ -32,7 +32,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
 
 
 def check_use(corpus: Corpus, *, field: str | None, by: str | None) -> None:
-    """Refuse an option that this format of corpus leaves unread."""
+    """Refuse an option that has no effect on this format of corpus."""
     if corpus.format == "text" and field is not None:
         hint = "leave it out, or name the --format"
         raise value_error("--field", "is for JSON lines and Parquet, and this is text", hint=hint)
@@ -41,11 +41,11 @@ def check_use(corpus: Corpus, *, field: str | None, by: str | None) -> None:
 
 
 def check_target(target: Path, corpus: Path, model: Path | None) -> None:
-    """Refuse before any work a file that could not be written after it, or that is read."""
+    """Refuse before the work a target that cannot be written, or that is an input."""
     if target.is_dir():
         raise value_error("--out", "needs to be a file", got=f"the directory {target}")
     if target.exists() and not target.is_file():
-        # A table takes the place of what has its name, be it a device.
+        # The table would replace a device or pipe of that name.
         raise value_error("--out", "needs to be a file", got=f"the device or pipe {target}")
     if not target.parent.is_dir():
         raise value_error("--out", "lies in no directory that exists", got=target)
@@ -63,7 +63,7 @@ def _is_part_of(file: Path, model: Path) -> bool:
 
 
 def check_unfinished(checkpoint: Checkpoint, *, force: bool, resume: bool) -> None:
-    """Refuse to write over a table, or over an unfinished scan, unless that was asked for."""
+    """Refuse to overwrite a table or an unfinished scan without --force or --resume."""
     target, going_on = checkpoint.target, resume and checkpoint.exists
     # A scan begun with --force keeps the old table until it has a new one. A table that came later
     # belongs to another scan.
@@ -93,7 +93,7 @@ def make_job(
 ) -> Job:
     """Set up a scan of `corpus` with a model and the function that makes token ids of a text.
 
-    `name` is for people, `spec` what loads the model again (None: the model that is shipped).
+    `name` is shown, `spec` loads the model again (None: the shipped model).
     """
     about: dict[str, Any] = {
         "model": name,
@@ -122,7 +122,7 @@ def _quiet_tokenizers() -> None:
 
 
 def _fingerprint(model: Any) -> str:
-    """Tell models apart by their sizes and some of their numbers."""
+    """Identify a model by its shapes and some of its weights."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         some = tensor.flatten()[:64].float().cpu().numpy().tobytes()
@@ -131,7 +131,7 @@ def _fingerprint(model: Any) -> str:
 
 
 def _contents(path: Path) -> str:
-    """Tell contents apart; of large files the beginning and the date."""
+    """Identify the contents of a file; of a large one its beginning and its date."""
     size, changed = path.stat().st_size, path.stat().st_mtime_ns
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Checks of a table that was read: what is damaged, cut or doubled must not look like a result."""
+"""Validation of a table: damaged, missing and duplicate rows are errors, not results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["faults_of"]
 
 # The statistic with one value for all sequences: undefined for fewer than two.
 VARIABILITY = "variability"
-# More layers or heads than any model has: numbers above are damage, not sizes.
+# More layers or heads than any model has: larger numbers are damage.
 LARGEST = 1 << 16
-# Rounding of a mean of values that lie in a range.
+# Tolerance for the rounding of a mean, at the ends of its range.
 SLACK = 1e-3
 _INTEGERS, _FLOATS, _TEXTS = ("layer", "head", "count"), ("mean", "variance"), ("module", "unit")
 
 
 def faults_of(about: Any, table: Any) -> Iterator[str]:
-    """Say what is wrong with a table and what it says of itself; one fault may hide others."""
+    """Yield what is wrong with a table and its metadata; one fault may hide others."""
     for name, kind in (("model", str), ("corpus", str), ("tokens", int)):
         if not isinstance(about.get(name), kind) or isinstance(about[name], bool):
             yield f"its metadata has no {name}"
@@ -72,7 +72,7 @@ class _Columns:
         self.units, self.unit = _numbered(table["unit"])
 
     def each(self, name: str) -> Any:
-        """Which rows have a statistic."""
+        """Return which rows hold a statistic."""
         at = self.names.index(name) if name in self.names else -1
         return self.statistic == at
 
@@ -137,7 +137,7 @@ def _is_overlap(name: str) -> bool:
 
 
 def _gaps(rows: _Columns) -> Iterator[str]:
-    """Layers, heads and statistics that are missing; documents leave out what they have not."""
+    """Missing layers, heads and statistics; a table of documents omits rows without a count."""
     layers = np.unique(rows.layer)
     if len(layers) != layers.max() + 1:
         yield f"it has {len(layers)} layers, and one with the number {layers.max()}"

@@ -90,12 +90,20 @@ def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
     """Concatenate the parts of a table into one file."""
     pyarrow = parquet()
     parts = list(parts)
-    rows = sum(pyarrow.parquet.read_metadata(part).num_rows for part in parts)
+    rows = sum(_rows_of(pyarrow, part) for part in parts)
     schema = _schema(pyarrow, document=True).with_metadata(_metadata(about, rows))
     with replacing(path) as whole, pyarrow.parquet.ParquetWriter(whole, schema) as writer:
         for part in parts:
             table = pyarrow.parquet.read_table(part)
             writer.write_table(table.replace_schema_metadata(schema.metadata))
+
+
+def _rows_of(pyarrow: Any, part: Path) -> int:
+    try:
+        return pyarrow.parquet.read_metadata(part).num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        hint = "start over with --force"
+        raise value_error("--resume", "has damaged rows", got=part, hint=hint) from error
 
 
 def _metadata(about: Mapping[str, Any], rows: int) -> dict[str, str]:

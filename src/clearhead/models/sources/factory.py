@@ -1,4 +1,4 @@
-"""A model made by a function of your own: `package.module:factory`."""
+"""A model that a function of the user creates: `package.module:factory`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _called(made: Any, spec: str) -> Any:
         hint = f"{FORM}; it is called without arguments"
         raise value_error("model", f"{spec} cannot be called: {error}", hint=hint) from None
     except ValueError:
-        pass  # built-in functions need not say what they take
+        pass  # some built-in functions have no signature
     with model_errors(spec):
         return made()
 
@@ -78,9 +78,9 @@ def _kind(made: Any) -> str:
 
 @contextmanager
 def model_errors(what: str, *passed: type[Exception]) -> Iterator[None]:
-    """Turn what the code of a model raises into a ValueError that says so, but for what `passed`.
+    """Convert exceptions of a model's code into a ValueError, except the types `passed`.
 
-    A model that ends the process would end an audit too, as if it had passed.
+    SystemExit too: sys.exit(0) in a model would otherwise look like an audit that passed.
     """
     try:
         yield

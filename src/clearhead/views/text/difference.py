@@ -52,6 +52,8 @@ def render_without(seen: dict[str, Any], console: Terminal, asker: Text) -> None
         numbers = (f"{row['probability']:.3f}", f"{row['without']:.3f}")
         table.add_row(Text(row["label"], style="bold"), *numbers, _change(row["change"]))
     console.print(table)
+    if found["note"]:
+        console.print(f"note: {found['note']}", style="dim")
 
 
 def _change(change: float) -> Text:
