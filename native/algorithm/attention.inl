@@ -14,6 +14,7 @@
 #include "algorithm/forward/prefetch.inl"
 #include "algorithm/forward/products.inl"
 #include "algorithm/forward/softmax.inl"
+#include "algorithm/forward/select.inl"
 #include "algorithm/forward/top.inl"
 #include "algorithm/forward/context.inl"
 #include "algorithm/forward/strip.inl"

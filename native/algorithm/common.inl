@@ -26,6 +26,19 @@ constexpr double kLog2eWide = 0x1.71547652b82fep0;
 constexpr float kLog2e = 0x1.715476p0f;
 inline f exp_of(f x) { return Vec::exp2(Vec::mul(x, Vec::set1(kLog2e))); }
 
+// Adds x to a sum, and the rounding error of the addition (two-sum of Knuth) to a second sum beside it: high + low
+// stays exact to about one rounding, however many terms there are.
+inline void add_exactly(float* high, float* low, f x) {
+  const f old = Vec::load(high), sum = Vec::add(old, x);
+  const f added = Vec::sub(sum, old), kept = Vec::sub(sum, added);
+  Vec::store(high, sum);
+  Vec::store(low, Vec::add(Vec::load(low), Vec::add(Vec::sub(old, kept), Vec::sub(x, added))));
+}
+
+// Tiles after which a running sum over the sources is added to an exact one, so that its error does not grow with their
+// number. Calls with at most as many tiles have one running sum.
+constexpr int64_t kFoldTiles = 16;
+
 // The memory of one work item, handed out from one allocation; without a base it only counts the bytes.
 struct Arena {
   char* base;

@@ -9,6 +9,8 @@ namespace {
 constexpr int64_t kDecodeQueries = 4, kDecodeSources = 128;  // at most, at least
 // Sources in a tile: short runs of K and V alternate, so that one is prefetched while the other is processed.
 constexpr int64_t kDecodeTile = 32;
+// Running sums over more sources than this are added to exact ones, as in the blocks.
+constexpr int64_t kDecodeFold = kFoldTiles * kTile;
 
 bool is_decode(const Forward& call) {
   return call.query_total <= kDecodeQueries && call.source >= kDecodeSources && call.mask.ranges <= 1 &&
@@ -35,6 +37,8 @@ struct Decode {
   int64_t span;  // of the current tile, in whole vectors
   int64_t batch, source_head, key_width, value_width, rows, group;
   float *queries, *keys, *values, *weights;
+  float *high, *low;  // the exact sums of each row, laid out as its partial results; used once a chunk is `folded`
+  bool folded = false;
   int64_t *start, *stop;
   uint8_t* blocked;
 
@@ -44,6 +48,8 @@ struct Decode {
     queries = arena.take<float>(rows * key_width);
     keys = arena.take<float>(kDecodeTile * key_width), values = arena.take<float>(kDecodeTile * value_width);
     weights = arena.take<float>(kDecodeTile);
+    const int64_t exact = call.source > kDecodeFold ? rows * decode_stride(call) : 0;
+    high = arena.take<float>(exact), low = arena.take<float>(exact);
     start = arena.take<int64_t>(rows), stop = arena.take<int64_t>(rows);
     blocked = arena.take<uint8_t>(kDecodeTile);
   }
@@ -110,7 +116,8 @@ struct Decode {
       if (start[r] < stop[r]) from = min(from, start[r]), to = max(to, stop[r]);
     }
     from = max(from, first), to = min(to, last);
-    for (; from < to; from += kDecodeTile) {
+    for (int64_t fold_at = from + kDecodeFold; from < to; from += kDecodeTile) {
+      if (from == fold_at) fold(partial), fold_at += kDecodeFold;
       const int64_t n = min(kDecodeTile, to - from);
       span = (n + N - 1) / N * N;
       const Source k = source_rows(call.k, source_head, from, n, call.head_dim, key_width, keys);
@@ -123,23 +130,52 @@ struct Decode {
         else if (k.type == Type::bf16) score_rows<Type::bf16>(queries + r * key_width, k, low, high);
         else score_rows<Type::f16>(queries + r * key_width, k, low, high);
         const bool masked = finish_row(r, from, low, high);
-        weigh(part);
+        weigh(part, r * decode_stride(call));
         if (v.type == Type::f32) add_rows<Type::f32>(v, low, high, masked, part + 2 * N);
         else if (v.type == Type::bf16) add_rows<Type::bf16>(v, low, high, masked, part + 2 * N);
         else add_rows<Type::f16>(v, low, high, masked, part + 2 * N);
       }
     }
+    if (folded) unfold(partial);
     for (int64_t r = 0; r < rows; ++r) {
       float* part = partial + r * decode_stride(call);
       part[1] = Vec::sum(Vec::load(part + N));
     }
   }
 
-  // Scores become weights, not yet normalized.
-  void weigh(float* part) {
+  // Calls handle(its part, its place in the exact sums) for each vector of the sums of each row.
+  template <class Do>
+  void each_sum(float* partial, Do handle) const {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = N; i < decode_stride(call); i += N) {
+        const int64_t place = r * decode_stride(call) + i;
+        handle(partial + place, place);
+      }
+  }
+
+  // Adds the running sums to the exact ones, and begins new ones.
+  void fold(float* partial) {
+    if (!folded)
+      each_sum(partial,
+               [&](float*, int64_t i) { Vec::store(high + i, Vec::zero()), Vec::store(low + i, Vec::zero()); });
+    folded = true;
+    each_sum(partial, [&](float* part, int64_t i) {
+      add_exactly(high + i, low + i, Vec::load(part));
+      Vec::store(part, Vec::zero());
+    });
+  }
+
+  void unfold(float* partial) {
+    fold(partial);
+    each_sum(partial,
+             [&](float* part, int64_t i) { Vec::store(part, Vec::add(Vec::load(high + i), Vec::load(low + i))); });
+  }
+
+  // Scores become weights, not yet normalized. The row's exact sums are at `place`.
+  void weigh(float* part, int64_t place) {
     f most = Vec::set1(part[0]);
     for (int64_t s = 0; s < span; s += N) most = Vec::max(Vec::load(weights + s), most);
-    if (Vec::greater(most, Vec::set1(part[0]))) shrink(part, most);
+    if (Vec::greater(most, Vec::set1(part[0]))) shrink(part, place, most);
     f sum = Vec::load(part + N);
     for (int64_t s = 0; s < span; s += N) {
       const f weight = exp_of(Vec::sub(Vec::load(weights + s), Vec::set1(part[0])));
@@ -150,13 +186,18 @@ struct Decode {
   }
 
   // Rescales the sums to a new maximum; rare after the first sources.
-  void shrink(float* part, f most) {
+  void shrink(float* part, int64_t place, f most) {
     float top[N];
     Vec::store(top, most);
     float now = part[0];
     for (int i = 0; i < N; ++i) now = top[i] > now ? top[i] : now;
     const f factor = exp_of(Vec::set1(part[0] - now));
-    for (int64_t i = N; i < decode_stride(call); i += N) Vec::store(part + i, Vec::mul(Vec::load(part + i), factor));
+    for (int64_t i = N; i < decode_stride(call); i += N) {
+      Vec::store(part + i, Vec::mul(Vec::load(part + i), factor));
+      if (!folded) continue;
+      Vec::store(high + place + i, Vec::mul(Vec::load(high + place + i), factor));
+      Vec::store(low + place + i, Vec::mul(Vec::load(low + place + i), factor));
+    }
     part[0] = now;
   }
 

@@ -55,8 +55,13 @@ struct Block {
       const Tile kind = parts.find(from, n, select_values);
       if (kind != Tile::empty) read_tile(from, n, kind);
       some_blocked |= kind == Tile::partial;
+      if ((from - begin) / kTile % kFoldTiles == kFoldTiles - 1 && from + n < last) {
+        context.fold(softmax.exponent, softmax.row_max);
+        softmax.fold();
+      }
     }
-    context.finish();
+    context.finish(softmax.exponent, softmax.row_max);
+    softmax.finish();
     finite = context.all_finite_sums();
   }
 
@@ -94,6 +99,7 @@ struct Block {
   void write_top() {
     for (int64_t lane = 0; lane < queries.count; ++lane)
       if (softmax.row_sum[lane] != softmax.row_sum[lane]) top.take_first(lane, parts);
+    top.finish();
     top.write(softmax);
   }
 };

@@ -20,11 +20,14 @@ struct Context {
         kept(call.dropout, lanes, arena),
         weight_pairs(arena.take<uint32_t>(pairs ? kTile / 2 * lanes : 0)),
         kept_weights(arena.take<float>(kept.some_dropped() ? kTile * lanes : 0)),
-        sum(arena.take<float>(call.value_dim * lanes)) {}
+        sum(arena.take<float>(call.value_dim * lanes)),
+        high(arena.take<float>(some_folded() * lanes)),
+        low(arena.take<float>(some_folded() * lanes)),
+        folded_max(arena.take<float>(lanes)) {}
 
   void start() {
     kept.start(queries.row(0), call.source, lanes);
-    begun = 0;
+    begun = 0, folded = false;
   }
 
   // Whether the softmax fills `weight_pairs`: weights that may be dropped are packed here.
@@ -41,8 +44,30 @@ struct Context {
     add_parts<Single>(v.data, v.stride, weights, rescale, finite ? nullptr : parts.bits, parts, prefetcher);
   }
 
+  // Adds the sums so far to the exact ones, which are scaled to the maximum so far, and begins new ones.
+  void fold(const Exponent& exponent, const float* row_max) {
+    if (!folded) begin_folding(row_max);
+    begin(low_bits(W));
+    alignas(64) float shrink[lanes];
+    for (int at = 0; at < lanes; at += N)
+      Vec::store(shrink + at, exponent.exp(Vec::sub(Vec::load(folded_max + at), Vec::load(row_max + at))));
+    std::memcpy(folded_max, row_max, sizeof shrink);
+    for (int64_t i = 0; i < call.value_dim * W; ++i) {
+      const f factor = Vec::load(shrink + i % W * N);
+      Vec::store(high + i * N, Vec::mul(Vec::load(high + i * N), factor));
+      Vec::store(low + i * N, Vec::mul(Vec::load(low + i * N), factor));
+      add_exactly(high + i * N, low + i * N, Vec::load(sum + i * N));
+    }
+    begun = 0;
+  }
+
   // After the last tile; rows that read nothing have a sum of 0.
-  void finish() { begin(low_bits(W)); }
+  void finish(const Exponent& exponent, const float* row_max) {
+    if (!folded) return begin(low_bits(W));
+    fold(exponent, row_max);
+    for (int64_t i = 0; i < call.value_dim * W; ++i)
+      Vec::store(sum + i * N, Vec::add(Vec::load(high + i * N), Vec::load(low + i * N)));
+  }
 
   bool all_finite_sums() const {
     f zeros[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};  // stay 0, or become NaN
@@ -81,12 +106,24 @@ struct Context {
   }
 
  private:
-  float* kept_weights;  // weights of a tile that dropout keeps, 0 for the others
-  float* sum;           // [feature][lane], not normalized
-  uint32_t begun;       // one bit a vector: its sum has begun
+  float* kept_weights;             // weights of a tile that dropout keeps, 0 for the others
+  float* sum;                      // [feature][lane], not normalized
+  float *high, *low, *folded_max;  // the sums of earlier tiles, and the maximum that they refer to
+  bool folded = false;
+  uint32_t begun;  // one bit a vector: its sum has begun
 
   const char* row_at(int64_t lane) const {
     return at(call.out, call.type, queries.batch, queries.head, queries.first + lane);
+  }
+
+  // The features of the exact sums, which only calls of many tiles need
+  int64_t some_folded() const { return call.source > kFoldTiles * kTile - 8 ? call.value_dim : 0; }
+
+  void begin_folding(const float* row_max) {
+    folded = true;
+    std::memset(high, 0, sizeof(float) * call.value_dim * lanes);
+    std::memset(low, 0, sizeof(float) * call.value_dim * lanes);
+    std::memcpy(folded_max, row_max, sizeof(float) * lanes);
   }
 
   // Readings show the weights before dropout, the context sums those that are kept; `write` scales them.

@@ -27,6 +27,9 @@ struct OnlineSoftmax {
   const Queries& queries;
   const Exponent exponent;
   float *row_max, *row_sum, *neg_entropy;  // neg_entropy: sum of weight * log(weight) before normalization
+  // The sums of earlier tiles and the maximum that they refer to, once there are any: high and low of each sum
+  float *sum_high, *sum_low, *entropy_high, *entropy_low, *folded_max;
+  bool folded = false;
   float* rescale;  // what the last tile multiplied earlier sums by; after `normalize` one over the sum, or 0
   bool out_of_range = false;
 
@@ -37,6 +40,11 @@ struct OnlineSoftmax {
         row_max(arena.take<float>(lanes)),
         row_sum(arena.take<float>(lanes)),
         neg_entropy(arena.take<float>(lanes)),
+        sum_high(arena.take<float>(lanes)),
+        sum_low(arena.take<float>(lanes)),
+        entropy_high(arena.take<float>(lanes)),
+        entropy_low(arena.take<float>(lanes)),
+        folded_max(arena.take<float>(lanes)),
         rescale(arena.take<float>(lanes)) {}
 
   // The sink logit enters as the first score.
@@ -48,6 +56,34 @@ struct OnlineSoftmax {
       weight = (float)std::exp(sink - first * exponent.natural);
     }
     for (int lane = 0; lane < lanes; ++lane) row_max[lane] = first, row_sum[lane] = weight, neg_entropy[lane] = 0;
+    folded = false;
+  }
+
+  // Adds the sums so far to the exact ones, which are scaled to the maximum so far, and begins new ones.
+  void fold() {
+    if (!folded) begin_folding();
+    for (int at = 0; at < lanes; at += N) {
+      const f most = Vec::load(row_max + at), drop = Vec::sub(Vec::load(folded_max + at), most);
+      const f shrink = exponent.exp(drop), sum = Vec::load(sum_high + at);
+      const f moved = Vec::fma(Vec::max(Vec::set1(-1000.f), drop), sum, Vec::load(entropy_high + at));
+      Vec::store(entropy_high + at, Vec::mul(moved, shrink)), Vec::store(sum_high + at, Vec::mul(sum, shrink));
+      Vec::store(entropy_low + at, Vec::mul(Vec::load(entropy_low + at), shrink));
+      Vec::store(sum_low + at, Vec::mul(Vec::load(sum_low + at), shrink));
+      add_exactly(sum_high + at, sum_low + at, Vec::load(row_sum + at));
+      add_exactly(entropy_high + at, entropy_low + at, Vec::load(neg_entropy + at));
+      Vec::store(folded_max + at, most), Vec::store(row_sum + at, Vec::zero());
+      Vec::store(neg_entropy + at, Vec::zero());
+    }
+  }
+
+  // After the last tile.
+  void finish() {
+    if (!folded) return;
+    fold();
+    for (int at = 0; at < lanes; at += N) {
+      Vec::store(row_sum + at, Vec::add(Vec::load(sum_high + at), Vec::load(sum_low + at)));
+      Vec::store(neg_entropy + at, Vec::add(Vec::load(entropy_high + at), Vec::load(entropy_low + at)));
+    }
   }
 
   // most[lane] = the largest score of a tile
@@ -118,11 +154,18 @@ struct OnlineSoftmax {
         const float rounded = (float)most;
         call.row_max[row] = rounded, call.row_scale[row] = rescale[lane] * (float)std::exp(rounded - most);
       }
-      if (call.entropy) call.entropy[row] = empty ? 0 : entropy_of(lane, most, log_sum);
+      if (call.entropy) call.entropy[row] = empty ? 0 : entropy_of(lane, most);
     }
   }
 
  private:
+  void begin_folding() {
+    folded = true;
+    for (int lane = 0; lane < lanes; ++lane)
+      sum_high[lane] = sum_low[lane] = entropy_high[lane] = entropy_low[lane] = 0;
+    std::memcpy(folded_max, row_max, sizeof(float) * lanes);
+  }
+
   template <int V>
   static void find_most_of(const float* tile, int64_t n, float* most) {
     f now[V];
@@ -194,11 +237,13 @@ struct OnlineSoftmax {
     return inside == lane_mask(N);
   }
 
-  // The sink counts in the denominator and is no source.
-  float entropy_of(int64_t lane, double most, float log_sum) const {
-    const float below = call.sinks ? (float)(call.sinks[queries.head] - most) : -INFINITY, sink = std::exp(below);
-    const float spread = neg_entropy[lane] * (float)exponent.natural - (sink > 0 ? sink * below : 0);
-    return (log_sum * (row_sum[lane] - sink) - spread) * rescale[lane];
+  // The sink counts in the denominator and is no source. Rounding makes no entropy negative; a NaN stays.
+  float entropy_of(int64_t lane, double most) const {
+    const double sum = row_sum[lane];
+    const double below = call.sinks ? call.sinks[queries.head] - most : -INFINITY, sink = std::exp(below);
+    const double spread = neg_entropy[lane] * exponent.natural - (sink > 0 ? sink * below : 0);
+    const double entropy = (std::log(sum) * (sum - sink) - spread) / sum;
+    return entropy <= 0 ? 0 : (float)entropy;
   }
 };
 

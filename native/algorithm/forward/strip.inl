@@ -43,6 +43,7 @@ struct Strip {
     Totals totals;
     alignas(64) float factor[lanes];
     int64_t cell = 0;
+    for (first_cell = 0; call.cell_sum && queries.position(0) >= call.query_edges[first_cell + 1];) ++first_cell;
     const bool has_nan = !all_finite({softmax.row_sum, lanes}, 1, lanes);
     for (int64_t t = 0; t < tiles; ++t) {
       find_factor(softmax, t, factor);
@@ -62,20 +63,30 @@ struct Strip {
     }
     if (call.cell_sum && tiles) flush_cell(cell, totals);
     for (int64_t lane = 0; lane < queries.count; ++lane) {
-      if (call.distance) call.distance[queries.row(lane)] = totals.distance[lane];
-      if (call.mass) call.mass[queries.row(lane)] = totals.mass[lane];
+      if (call.distance) call.distance[queries.row(lane)] = totals.distance.value(lane);
+      if (call.mass) call.mass[queries.row(lane)] = totals.mass.value(lane);
     }
   }
 
  private:
+  // A sum of each row, to which each tile adds one partial sum.
+  struct RowSums {
+    alignas(64) float high[lanes] = {}, low[lanes] = {};
+    void add(int at, f x) { add_exactly(high + at, low + at, x); }
+    float value(int64_t lane) const { return high[lane] + low[lane]; }
+  };
+
   // Of each row so far; of the cells, those of the column of cells at hand
   struct Totals {
-    alignas(64) float distance[lanes] = {}, mass[lanes] = {}, cell_sum[lanes] = {}, cell_max[lanes] = {};
+    RowSums distance, mass, cell_sum;
+    alignas(64) float cell_max[lanes] = {};
+    bool some_cells = false;
   };
 
   float* weights;   // [tile][source][lane], not normalized
   float* tile_max;  // [tile][lane]
   int64_t *tile_first, *tile_count, tiles = 0;
+  int64_t first_cell;  // the row of cells of the first query
 
   // What normalizes the weights of a tile; 0 for lanes without a query
   void find_factor(const OnlineSoftmax<W>& softmax, int64_t t, float* factor) const {
@@ -97,12 +108,12 @@ struct Strip {
       int64_t stop = tile_count[t];
       if (cells) {
         for (; tile_first[t] + s >= call.source_edges[cell + 1]; ++cell) flush_cell(cell, totals);
+        totals.some_cells = true;
         stop = min(stop, call.source_edges[cell + 1] - tile_first[t]);
       }
       f times[W], total[W], best[W];
       for (int j = 0; j < W; ++j)
-        times[j] = Vec::load(factor + j * N), total[j] = Vec::load(totals.cell_sum + j * N),
-        best[j] = Vec::load(totals.cell_max + j * N);
+        times[j] = Vec::load(factor + j * N), total[j] = Vec::zero(), best[j] = Vec::load(totals.cell_max + j * N);
       for (; s < stop; ++s) {
         f across = Vec::zero();
         for (int j = 0; j < W; ++j) {
@@ -113,7 +124,7 @@ struct Strip {
         if (received) partial[s] = across;
       }
       for (int j = 0; cells && j < W; ++j)
-        Vec::store(totals.cell_sum + j * N, total[j]), Vec::store(totals.cell_max + j * N, best[j]);
+        totals.cell_sum.add(j * N, total[j]), Vec::store(totals.cell_max + j * N, best[j]);
     }
     for (s = 0; received && s + N <= tile_count[t]; s += N)
       Vec::store(to + s, Vec::add(Vec::load(to + s), Vec::sum_each(partial + s)));
@@ -140,44 +151,60 @@ struct Strip {
     }
   }
 
-  void add_distance(const float* tile, int64_t t, float* distance) {
-    for (int lane = 0; lane < lanes; ++lane) {
-      const int64_t here = queries.position(lane) + call.distance_offset;
-      float sum = distance[lane];
-      for (int64_t s = 0; s < tile_count[t]; ++s) {
-        const int64_t far = here - tile_first[t] - s;
-        sum += tile[s * lanes + lane] * (float)(far < 0 ? -far : far);
-      }
-      distance[lane] = sum;
+  // Calls term(source of the tile, vector), and adds up what it returns: every fourth source goes to one of four sums,
+  // so that few roundings happen in each.
+  template <class Term>
+  void add_tile(int64_t t, RowSums& to, Term term) {
+    const int64_t n = tile_count[t];
+    for (int j = 0; j < W; ++j) {
+      f sum[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+      int64_t s = 0;
+      for (; s + 4 <= n; s += 4)
+        CLEARHEAD_UNROLL_FOR (int k = 0; k < 4; ++k) sum[k] = Vec::add(sum[k], term(s + k, j));
+      for (; s < n; ++s) sum[s % 4] = Vec::add(sum[s % 4], term(s, j));
+      to.add(j * N, Vec::add(Vec::add(sum[0], sum[1]), Vec::add(sum[2], sum[3])));
     }
   }
 
-  void add_mass(const float* tile, int64_t t, float* mass) {
+  void add_distance(const float* tile, int64_t t, RowSums& distance) {
+    alignas(64) float from[lanes];  // the first source of the tile
+    for (int lane = 0; lane < lanes; ++lane)
+      from[lane] = (float)(queries.position(lane) + call.distance_offset - tile_first[t]);
+    add_tile(t, distance, [&](int64_t s, int j) {
+      const f far = Vec::sub(Vec::load(from + j * N), Vec::set1((float)s));
+      return Vec::mul(Vec::load(tile + (s * W + j) * N), Vec::max(far, Vec::sub(Vec::zero(), far)));
+    });
+  }
+
+  void add_mass(const float* tile, int64_t t, RowSums& mass) {
     const Ranges ranges = ranges_of(call.mass_edges, queries, lanes);
     uint64_t edges[kTile];
     const Tile kind = tile_bits<W>(call.mass_edges, ranges, queries, tile_first[t], tile_count[t], edges);
     if (kind == Tile::empty) return;
-    for (int64_t s = 0; s < tile_count[t]; ++s)
-      for (int j = 0; j < W; ++j) {
-        const f weight = Vec::load(tile + (s * W + j) * N);
-        const f counted = kind == Tile::full ? weight : Vec::select(edges[s] >> (j * N), weight, Vec::zero());
-        Vec::store(mass + j * N, Vec::add(Vec::load(mass + j * N), counted));
-      }
+    add_tile(t, mass, [&](int64_t s, int j) {
+      const f weight = Vec::load(tile + (s * W + j) * N);
+      return kind == Tile::full ? weight : Vec::select(edges[s] >> (j * N), weight, Vec::zero());
+    });
   }
 
   // Adds a column of cells to the results, and begins the next one.
   void flush_cell(int64_t cell, Totals& totals) {
-    int64_t row = 0;
-    float *sum = totals.cell_sum, *most = totals.cell_max;
+    if (!totals.some_cells) return;
+    int64_t row = first_cell;
+    const float* most = totals.cell_max;
     const int64_t base = ((slot * call.batch + queries.batch) * call.head + queries.head) * call.query_cells;
-    for (int64_t lane = 0; lane < queries.count; ++lane) {
-      while (queries.position(lane) >= call.query_edges[row + 1]) ++row;
+    for (int64_t lane = 0; lane < queries.count; ++row) {
       const int64_t place = (base + row) * call.source_cells + cell;
-      call.cell_sum[place] += sum[lane];
-      if (sum[lane] != sum[lane]) call.cell_max[place] = sum[lane];
-      else if (most[lane] > call.cell_max[place]) call.cell_max[place] = most[lane];
+      double sum = 0;
+      for (; lane < queries.count && queries.position(lane) < call.query_edges[row + 1]; ++lane) {
+        sum += totals.cell_sum.value(lane);
+        if (sum != sum) call.cell_max[place] = (float)sum;
+        else if (most[lane] > call.cell_max[place]) call.cell_max[place] = most[lane];
+      }
+      call.cell_sum[place] += (float)sum;
     }
-    for (int lane = 0; lane < lanes; ++lane) sum[lane] = most[lane] = 0;
+    totals.cell_sum = {}, totals.some_cells = false;
+    std::memset(totals.cell_max, 0, sizeof totals.cell_max);
   }
 };
 

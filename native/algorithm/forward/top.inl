@@ -1,4 +1,4 @@
-// The largest scores of each query and their sources. After softmax.inl.
+// The largest scores of each query and their sources. After softmax.inl and select.inl.
 
 namespace clearhead {
 namespace CLEARHEAD_ISA {
@@ -6,25 +6,36 @@ namespace {
 
 constexpr int kShortTop = 8;  // lists up to this length stay in registers while a tile is searched
 
-// A sorted list for each lane. A tile without a score that enters it costs one comparison.
+// A sorted list for each lane or, where it is long, candidates that are sorted last. A tile without a score that enters
+// it costs one comparison.
 template <int W>
 struct TopList {
   static constexpr int lanes = W * N;
   const Forward& call;
   const Queries& queries;
-  const int64_t length;
-  float *scores, *sources;  // [rank][lane]; the sources are int32 numbers, which only move
+  const int64_t length;    // of the sorted lists, or 1
+  const int64_t capacity;  // of the candidates of a lane, 0 for short lists
+  // [rank][lane]; the sources are int32 numbers, which only move. With candidates the score that enters must be above.
+  float *scores, *sources;
+  uint64_t* candidates;  // [lane][capacity]
+  int64_t* counts;
 
   TopList(const Queries& queries, Arena& arena)
       : call(queries.call),
         queries(queries),
-        length(call.top ? max(call.top, kShortTop) : 0),
+        length(!call.top              ? 0
+               : call.top > kShortTop ? 1
+                                      : kShortTop),
+        capacity(call.top > kShortTop ? min(call.top + max(call.top, kTile), max(call.source, 1)) : 0),
         scores(arena.take<float>(length * lanes)),
-        sources(arena.take<float>(length * lanes)) {}
+        sources(arena.take<float>(length * lanes)),
+        candidates(arena.take<uint64_t>(capacity * lanes)),
+        counts(arena.take<int64_t>(capacity ? lanes : 0)) {}
 
   void start() {
     for (int64_t i = 0; i < length * lanes; ++i) scores[i] = -INFINITY;
     std::memset(sources, 0xff, sizeof(float) * length * lanes);  // -1
+    if (capacity) std::memset(counts, 0, sizeof(int64_t) * lanes);
   }
 
   // `most` holds the largest score of each lane in the tile.
@@ -32,25 +43,33 @@ struct TopList {
     const float* worst = scores + (length - 1) * lanes;
     for (int j = 0; j < W; ++j) {
       if (!Vec::greater(Vec::load(most + j * N), Vec::load(worst + j * N))) continue;
-      if (length == kShortTop) gather_short(tile + j * N, from, n, j * N);
+      if (!capacity) gather_short(tile + j * N, from, n, j * N);
       else gather_long(tile + j * N, from, n, j * N);
+    }
+  }
+
+  void finish() {
+    for (int64_t lane = 0; capacity && lane < queries.count; ++lane) {
+      uint64_t* keys = candidates + lane * capacity;
+      if (counts[lane] > call.top) keep_largest(lane);
+      sort_largest(keys, counts[lane]);
     }
   }
 
   void write(const OnlineSoftmax<W>& softmax) const {
     const f factor = Vec::set1(softmax.exponent.factor);
     for (int64_t k = 0; k < call.top; ++k) {
-      float weight[lanes];
+      alignas(64) float weight[lanes] = {};
+      int32_t source[lanes];
+      for (int64_t lane = 0; lane < queries.count; ++lane) weight[lane] = entry(k, lane, source + lane);
       for (int at = 0; at < lanes; at += N) {
-        const f below = Vec::fms(Vec::load(scores + k * lanes + at), factor, Vec::load(softmax.row_max + at));
+        const f below = Vec::fms(Vec::load(weight + at), factor, Vec::load(softmax.row_max + at));
         // NaN in a row that reads one
         Vec::store(weight + at, Vec::mul(softmax.exponent.exp(below), Vec::load(softmax.rescale + at)));
       }
       for (int64_t lane = 0; lane < queries.count; ++lane) {
-        int32_t source;
-        std::memcpy(&source, sources + k * lanes + lane, 4);
-        call.top_weights[queries.row(lane) * call.top + k] = source < 0 ? 0 : weight[lane];
-        call.top_sources[queries.row(lane) * call.top + k] = source;
+        call.top_weights[queries.row(lane) * call.top + k] = source[lane] < 0 ? 0 : weight[lane];
+        call.top_sources[queries.row(lane) * call.top + k] = source[lane];
       }
     }
   }
@@ -58,13 +77,16 @@ struct TopList {
   // All weights of a row that reads a NaN are NaN and tie: its top sources are the first that it may read.
   void take_first(int64_t lane, TileParts<W>& parts) {
     int64_t found = 0;
+    if (capacity) counts[lane] = 0;
     for (int64_t from = parts.ranges.first & ~(int64_t)7; from < parts.ranges.last; from += kTile) {
       const int64_t n = min(kTile, parts.ranges.last - from);
       const Tile kind = parts.find_bits(from, n);
       for (int64_t s = 0; s < n && kind != Tile::empty; ++s)
         if (found < call.top && (kind == Tile::full || parts.bits[s] >> lane & 1)) {
           const int32_t source = (int32_t)(from + s);
-          std::memcpy(sources + found++ * lanes + lane, &source, 4);
+          if (capacity) candidates[lane * capacity + counts[lane]++] = key_of(0, source);
+          else std::memcpy(sources + found * lanes + lane, &source, 4);
+          ++found;
         }
     }
   }
@@ -90,26 +112,38 @@ struct TopList {
       Vec::store(scores + k * lanes + lane, best[k]), Vec::store(sources + k * lanes + lane, places[k]);
   }
 
+  // Each source that is above the k-th largest score so far goes into the lane's candidates. When these are full, the k
+  // largest stay: a source costs the same few operations whatever k is, also where the scores rise.
   void gather_long(const float* tile, int64_t from, int64_t n, int lane) {
-    float* worst = scores + (length - 1) * lanes + lane;
-    float* worst_source = sources + (length - 1) * lanes + lane;
     for (int64_t s = 0; s < n; ++s) {
-      const f score = Vec::load(tile + s * lanes), source = Vec::same_bits((int32_t)(from + s));
-      uint64_t rises = Vec::greater(score, Vec::load(worst));
-      if (!rises) continue;
-      Vec::store(worst, Vec::select(rises, score, Vec::load(worst)));
-      Vec::store(worst_source, Vec::select(rises, source, Vec::load(worst_source)));
-      float *here = worst, *here_source = worst_source;
-      for (int64_t k = length - 1; k > 0; --k, here -= lanes, here_source -= lanes) {
-        const f upper = Vec::load(here - lanes), upper_source = Vec::load(here_source - lanes);
-        rises &= Vec::greater(score, upper);
-        if (!rises) break;
-        Vec::store(here - lanes, Vec::select(rises, score, upper));
-        Vec::store(here_source - lanes, Vec::select(rises, source, upper_source));
-        Vec::store(here, Vec::select(rises, upper, Vec::load(here)));
-        Vec::store(here_source, Vec::select(rises, upper_source, Vec::load(here_source)));
+      const f score = Vec::load(tile + s * lanes);
+      uint64_t above = Vec::greater(score, Vec::load(scores + lane));
+      for (; above; above &= above - 1) {
+        const int at = lane + __builtin_ctzll(above);
+        const float number = tile[s * lanes + at - lane];
+        if (counts[at] == capacity) keep_largest(at);
+        if (number > scores[at]) candidates[at * capacity + counts[at]++] = key_of(number, (int32_t)(from + s));
       }
     }
+  }
+
+  void keep_largest(int64_t lane) {
+    uint64_t* keys = candidates + lane * capacity;
+    select_largest(keys, counts[lane], call.top);
+    uint64_t least = keys[0];
+    for (int64_t i = 1; i < call.top; ++i) least = keys[i] < least ? keys[i] : least;
+    counts[lane] = call.top, scores[lane] = score_of(least);
+  }
+
+  float entry(int64_t k, int64_t lane, int32_t* source) const {
+    if (!capacity) {
+      std::memcpy(source, sources + k * lanes + lane, 4);
+      return scores[k * lanes + lane];
+    }
+    const bool there = k < counts[lane];
+    const uint64_t key = there ? candidates[lane * capacity + k] : 0;
+    *source = there ? (int32_t)~(uint32_t)key : -1;
+    return there ? score_of(key) : -INFINITY;
   }
 };
 

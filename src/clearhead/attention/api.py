@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from clearhead.attention import checks, edges
+from clearhead.attention import checks, edges, subclasses
 from clearhead.attention.impl import NATIVE, choose
 from clearhead.attention.impl.dropout import draw_seed
 from clearhead.attention.memory import check_readings
@@ -81,6 +81,11 @@ def attend(
     if unknown:
         raise checks.unknown(unknown)
     if has_torch_function((query, key, value)):
+        inputs = subclasses.as_plain(query, key, value)
+        if inputs is not None and not has_torch_function(inputs):
+            found = attend(*inputs, mask, read=read, scale=scale, bias=bias, softcap=softcap,
+                           sinks=sinks, dropout=dropout, impl=impl)  # fmt: skip
+            return subclasses.as_subclass(found, query, key, value)
         # A mode intercepts the call as it intercepts torch's own: `watch` relies on it.
         return handle_torch_function(
             attend, (query, key, value), query, key, value, mask, read=read, scale=scale,
@@ -104,6 +109,9 @@ def attend(
         with torch.autocast(kind, enabled=False):
             return attend(query, key, value, mask, read=read, scale=scale, bias=bias,
                           softcap=softcap, sinks=sinks, dropout=dropout, impl=impl)  # fmt: skip
+    query, key, value, mask, bias, sinks = map(
+        subclasses.bare, (query, key, value, mask, bias, sinks)
+    )
     checks.inputs(query, key, value)
     wanted = checks.wanted(read)
     problem = make_problem(query, key, value, mask, scale, bias, softcap, sinks, dropout)
@@ -165,7 +173,7 @@ def _scale(given: float | None, head_dim: int) -> float:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+    if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS or x.dtype == torch.float64:
         return x
     return x.to(dtype)
 

@@ -19,6 +19,10 @@ from clearhead.readings import Reading
 
 Shape = tuple[int, ...]
 
+# Other floats have no arithmetic in torch (float8, float4).
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NUMBERS = "float64, float32, bfloat16 or float16"
+
 _WEIGHTS = "read=readings.Weights(), which makes the answer (context, weights)"
 # What an argument of another function is called here.
 ELSEWHERE = {
@@ -64,7 +68,7 @@ def inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         or (rank > 2 and not _heads_fit(q, k))
     ):
         raise _wrong_shape(q, k, v)
-    if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
+    if not (query.dtype == key.dtype == value.dtype and query.dtype in FLOATS):
         raise _wrong_dtype(query, key, value)
     if not query.device == key.device == value.device:
         raise _wrong_device(query=query, key=key, value=value)
@@ -119,10 +123,27 @@ def _wrong_axis(q: Shape, k: Shape, v: Shape) -> tuple[str, str, str | None, str
 def _wrong_dtype(query: Tensor, key: Tensor, value: Tensor) -> TypeError:
     got = f"{query.dtype}, {key.dtype}, {value.dtype}".replace("torch.", "")
     if query.dtype == key.dtype == value.dtype:
-        hint = "convert with .float() first"
-        return type_error("query, key, value", "are floating-point tensors", got=got, hint=hint)
+        rule = f"are tensors of {_NUMBERS}"
+        return type_error("query, key, value", rule, got=got, hint=_conversion(query.dtype))
     hint = "convert them to one dtype first"
     return type_error("query, key, value", "have one dtype", got=got, hint=hint)
+
+
+def floats(name: str, given: Any, hint: str) -> None:
+    """Check that an optional argument is a tensor of floats that torch can compute with."""
+    if isinstance(given, Tensor) and given.dtype in FLOATS:
+        return
+    got = type(given).__name__
+    if isinstance(given, Tensor):
+        got = str(given.dtype).replace("torch.", "")
+        hint = _conversion(given.dtype) if given.is_floating_point() else hint
+    raise type_error(name, f"is a tensor of {_NUMBERS}", got=got, hint=hint)
+
+
+def _conversion(dtype: torch.dtype) -> str:
+    if not dtype.is_floating_point:
+        return "convert with .float() first"
+    return "convert with .to(torch.bfloat16), and multiply by its scale where it has one"
 
 
 def _not_dense(*tensors: Tensor) -> TypeError:
@@ -192,10 +213,7 @@ def dropout(given: Any) -> float:
 
 def sinks(given: Any, query: Tensor) -> Tensor:
     """Check that there is one sink logit for each query head."""
-    if not isinstance(given, Tensor) or not given.is_floating_point():
-        got = str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
-        hint = "one logit for each query head, for example torch.zeros(head)"
-        raise type_error("sinks", "is a floating-point tensor", got=got, hint=hint)
+    floats("sinks", given, "one logit for each query head, for example torch.zeros(head)")
     same_device("sinks", given, query)
     heads = query.shape[-3]
     if tuple(given.shape) != (heads,):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead._core import active_transforms, type_error, value_error, warn
-from clearhead.attention.checks import same_device
+from clearhead.attention.checks import floats, same_device
 from clearhead.attention.problem import sizes_of
 from clearhead.masks import MAY_ATTEND, Mask, no_mask, only_ones_and_zeros
 
@@ -86,10 +86,7 @@ def _no_bool(given: Tensor) -> TypeError:
 
 def bias(given: Any, passed: Tensor, key: Tensor) -> Tensor:
     """Return the bias with a head axis where it has one to broadcast over."""
-    if not isinstance(given, Tensor) or not given.is_floating_point():
-        got = str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
-        hint = "a bool tensor of edges belongs into mask="
-        raise type_error("bias", "is a floating-point tensor", got=got, hint=hint)
+    floats("bias", given, "a bool tensor of edges belongs into mask=")
     same_device("bias", given, passed)
     _warn_of_disguise(given)
     return _with_head("bias", given, passed, key)

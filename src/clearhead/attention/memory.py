@@ -1,4 +1,4 @@
-"""Whether the readings fit: their own checks, and the free memory for those of a whole map."""
+"""Whether the readings fit: their own checks, and the free memory for their values."""
 
 from __future__ import annotations
 
@@ -12,33 +12,45 @@ __all__ = ["check_readings", "free_bytes"]
 
 # Sizes below this are allocated without a look at the free memory.
 SMALL = 1 << 26
+# The argument that sets the size of a reading, and what takes less memory.
+ARGUMENTS = {
+    "TopK": ("k", "there are no more weights than sources: a smaller k shows the largest"),
+    "BlockMap": ("cells", "take fewer cells a side"),
+    "Rows": ("queries", "read fewer queries at a time"),
+}
+WHOLE = (
+    "ask for what you need of the map: Rows(queries), TopK(k), Received(), Mass(edges), "
+    "BlockMap(cells), Entropy() and LogSumExp() take no memory for each edge"
+)
 
 
 def check_readings(read: tuple[Reading, ...], problem: Problem) -> None:
-    """Check each reading against the sizes, and whole maps against the free memory."""
+    """Check each reading against the sizes, and their values against the free memory."""
     sizes = problem.sizes
     for reading in read:
         reading.check(sizes)
-    maps = [reading for reading in read if reading.whole_map]
-    if maps:
-        _maps_fit(maps, problem)
-
-
-def _maps_fit(maps: list[Reading], problem: Problem) -> None:
-    itemsize, sizes = problem.dtype.itemsize, problem.sizes
-    needed = sum(reading.nbytes(sizes, itemsize) for reading in maps)
-    if needed < SMALL or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    needed = [reading.nbytes(sizes, problem.dtype.itemsize) for reading in read]
+    if sum(needed) < SMALL:
         return
     free = free_bytes(problem.query.device)
-    if free is not None and needed > free:
-        raise value_error(
-            "read",
-            "weights and scores of all edges must fit in memory",
-            got=f"{needed:,} bytes, with {free:,} free",
-            shapes={"weights": (*problem.query.shape[:-1], sizes.source)},
-            hint="ask for what you need of them: Rows(queries), TopK(k), Received(), Mass(edges), "
-            "BlockMap(cells), Entropy() and LogSumExp() take no such memory",
-        )
+    if free is not None and sum(needed) > free:
+        largest, size = max(zip(read, needed, strict=True), key=lambda pair: pair[1])
+        raise _too_large(largest, f"{size:,} bytes, with {free:,} free", problem)
+
+
+def _too_large(reading: Reading, got: str, problem: Problem) -> ValueError:
+    """Name the argument that makes a value too large, or the reading, and what takes less."""
+    name, hint = ARGUMENTS.get(type(reading).__name__, ("read", WHOLE))
+    shown = type(reading).__name__ if name == "queries" else repr(reading)
+    return value_error(
+        name,
+        f"is small enough for the value of {shown} to fit in memory",
+        got=got,
+        shapes={"query": problem.query, "key": problem.key},
+        hint=hint,
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -140,38 +140,39 @@ class TopK(PerQueryReading, splits_grad=True):
     tensor([[ 0, -1],
             [ 0,  1]])
 
-    Both are (*batch, head, query, k). Ties go to the lower source; rows with fewer than k allowed
-    sources end in weight 0, source -1. Of two scores so near that their weights round alike, either
-    may come first.
+    Both are (*batch, head, query, k). They are ordered by their scores, and equal scores go to the
+    lower source first; rows with fewer than k allowed sources end in weight 0, source -1.
     """
 
     axis = -2
-    _empty = (0.0, -1)
+    _empty = (0.0, -1, -torch.inf)
 
     def __init__(self, k: int):
         self.k = _whole("k", k)
 
     def part(self, strip: Strip) -> PerQuery:
-        # NaN sorts as the largest, as in torch.sort, so that it shows in the result.
-        key = torch.where(strip.allowed, strip.weights, -1)
-        order = key.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        # Weights of equal scores may differ in their last bit: the scores decide. NaN sorts as the
+        # largest, as in torch.sort, so that it shows in the result.
+        key = torch.where(strip.weights.isnan(), torch.nan, strip.scores).detach()
+        order = key.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
         real = strip.allowed.gather(-1, order)
         weights = torch.where(real, strip.weights.gather(-1, order), 0)
         sources = torch.where(real, strip.sources[order], -1)
+        values = (weights, sources, key.gather(-1, order))
         short = (0, self.k - order.shape[-1])
-        pad = torch.nn.functional.pad
-        return PerQuery(strip.queries, (pad(weights, short), pad(sources, short, value=-1)))
+        pairs = zip(values, self._empty, strict=True)
+        padded = (torch.nn.functional.pad(x, short, value=empty) for x, empty in pairs)
+        return PerQuery(strip.queries, tuple(padded))
 
     def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        weights, sources = (torch.cat(pair, -1) for pair in zip(left, right, strict=True))
-        order = sources.sort(-1).indices
-        weights, sources = weights.gather(-1, order), sources.gather(-1, order)
-        key = torch.where(sources >= 0, weights, -1).detach()
-        order = key.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
-        return weights.gather(-1, order), sources.gather(-1, order)
+        values = [torch.cat(pair, -1) for pair in zip(left, right, strict=True)]
+        order = values[1].sort(-1).indices
+        values = [x.gather(-1, order) for x in values]
+        order = values[2].sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+        return tuple(x.gather(-1, order) for x in values)
 
     def finish(self, part: PerQuery) -> TopKValue:
-        return TopKValue(*part.values)
+        return TopKValue(*part.values[:2])
 
     def nbytes(self, sizes: Sizes, itemsize: int = 4) -> int:
         # Positions are int64.
@@ -227,6 +228,8 @@ class Entropy(PerQueryReading, splits_grad=True):
 
     def finish(self, part: PerQuery) -> Tensor:
         entropy, *counts = part.values
+        # Rounding makes no entropy negative; the gradient passes as it is.
+        entropy = entropy - entropy.detach().clamp(max=0)
         if not counts:
             return entropy
         many = counts[0] > 1

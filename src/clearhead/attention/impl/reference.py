@@ -98,11 +98,11 @@ def _drop(problem: Problem, weights: Tensor, rows: Tensor, columns: Tensor) -> T
 def _dot(query: Tensor, key: Tensor) -> Tensor:
     """Return query @ key.T, where a NaN or inf stays with its own edges, in gradients too."""
     if _all_finite(query) and _all_finite(key):
-        return query @ key.mT
+        return query @ key.transpose(-2, -1)
     bad_query, bad_key = _non_finite(query), _non_finite(key)
     touched = bad_query.any(-1)[..., :, None] | bad_key.any(-1)[..., None, :]
-    clean = torch.where(bad_query, 0.0, query) @ torch.where(bad_key, 0.0, key).mT
-    return torch.where(touched, query.detach() @ key.detach().mT, clean)
+    clean = torch.where(bad_query, 0.0, query) @ torch.where(bad_key, 0.0, key).transpose(-2, -1)
+    return torch.where(touched, query.detach() @ key.detach().transpose(-2, -1), clean)
 
 
 def _mix(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:

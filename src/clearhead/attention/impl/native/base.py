@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from clearhead.attention.impl.native.call import Inputs
+from clearhead.attention.impl.native import kernel
+from clearhead.attention.impl.native.call import SLOTS, Inputs, new, split
 
-__all__ = ["Grad", "Output", "total"]
+__all__ = ["Grad", "Output", "Sums", "total"]
+
+# How many blocks of queries a call adds to one accumulator in fp32.
+BLOCKS = 32
 
 
 class Output:
@@ -16,6 +22,8 @@ class Output:
 
     # Whether one kernel call has room for several different readings of the kind.
     several = True
+    # How many accumulators its sums over queries have, at most.
+    slots = SLOTS
 
     def __init__(self, inputs: Inputs, read: list[Any]):
         self.inputs = inputs
@@ -36,6 +44,32 @@ class Output:
     def value(self, reading: Any) -> Any:
         """The value of one of the readings, with one batch axis."""
         raise NotImplementedError
+
+
+class Sums:
+    """Sums over queries, of some numbers a head: few terms in fp32, and these sums in fp64."""
+
+    def __init__(self, inputs: Inputs, *shape: int):
+        self.slots = inputs.slots(prod(shape))
+        self.each = new(self.slots, *inputs.shape[:2], *shape).zero_()
+        self.whole: Tensor | None = None
+        self.begun = False
+
+    def split(self, parts: list[range]) -> list[range]:
+        """Parts of few enough queries to add up in fp32."""
+        return split(parts, BLOCKS * self.slots * kernel._native.block())
+
+    def begin(self) -> int:
+        """Return the address of the sums of the next part of the queries."""
+        if self.begun:
+            self.whole = total(self.whole, self.each.sum(0).to(torch.float64))
+            self.each.zero_()
+        self.begun = True
+        return self.each.data_ptr()
+
+    def value(self) -> Tensor:
+        """The sums over all queries."""
+        return total(self.whole, self.each.sum(0)).to(torch.float32)
 
 
 class Grad:

@@ -19,8 +19,9 @@ __all__ = ["Inputs", "ReadEdges", "broadcast_strides", "new", "readable", "split
 RANGES = 4
 # A mask that is not a union of intervals is written out as bytes, for at most this many edges.
 EDGES = 1 << 24
-# Sums over queries have this many accumulators, whatever the threads, to have the same bits.
-SLOTS = 64
+# Sums over queries have this many accumulators, whatever the threads, to have the same bits; fewer
+# where they would hold more numbers than COPIES, and more than the sums themselves.
+SLOTS, COPIES = 64, 1 << 22
 
 
 def readable(x: Tensor) -> Tensor:
@@ -52,11 +53,11 @@ class Inputs:
         if problem.sinks is not None:
             self.sinks = problem.sinks.detach().resolve_neg().float().contiguous()
 
-    @property
-    def slots(self) -> int:
-        """How many accumulators a sum over queries has."""
+    def slots(self, numbers: int = 1) -> int:
+        """How many accumulators a sum over queries has, of so many numbers a head."""
         batch, head, query = self.shape
-        return max(1, min(SLOTS // (batch * head), -(-query // kernel._native.block())))
+        most = min(SLOTS, COPIES // numbers) // (batch * head)
+        return max(1, min(most, -(-query // kernel._native.block())))
 
     def parts(self) -> list[range]:
         """All queries, or as many at a time as have few enough edges to write out."""

@@ -25,13 +25,13 @@ class Results:
     """What the kernel fills beside the context: the readings, and what the backward needs."""
 
     def __init__(self, inputs: Inputs, read: Sequence[Reading], graph: bool):
-        self.slots = inputs.slots
         # The largest score of each row, and one over its sum.
         self.softmax = new(2, *inputs.shape) if graph else None
         kinds: dict[Any, list[Reading]] = {LogSumExp: []} if graph else {}
         for reading in read:
             kinds.setdefault(KINDS[type(reading)].output, []).append(reading)
         self.outputs: dict[Any, Output] = {kind: kind(inputs, of) for kind, of in kinds.items()}
+        self.slots = min((x.slots for x in self.outputs.values()), default=1)
 
     @property
     def lse(self) -> Tensor:

@@ -32,7 +32,8 @@ class Rows(Output):
         self.rows = new(*inputs.shape[:2], count, inputs.source).zero_()
 
     def bind(self, call: Any, part: range) -> None:
-        call.set_rows(self.row_of.data_ptr(), self.rows.shape[2], self.rows.data_ptr())
+        if self.rows.numel():
+            call.set_rows(self.row_of.data_ptr(), self.rows.shape[2], self.rows.data_ptr())
 
     def value(self, reading: Any) -> Tensor:
         if isinstance(reading, readings.Weights):
@@ -68,7 +69,8 @@ class RowsGrad(Grad):
             # It adds these rows to its own: a kernel call has room for one set.
             return
         row_of, whole = self.whole
-        call.set_rows_grad(row_of.data_ptr(), whole.shape[2], whole.data_ptr())
+        if whole.numel():
+            call.set_rows_grad(row_of.data_ptr(), whole.shape[2], whole.data_ptr())
 
 
 def _queries(reading: Any, query: int) -> Sequence[int]:

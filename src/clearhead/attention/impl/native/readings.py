@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead import readings
-from clearhead.attention.impl.native.base import Grad, Output, total
+from clearhead.attention.impl.native.base import Grad, Output, Sums, total
 from clearhead.attention.impl.native.call import Inputs, ReadEdges, new
 from clearhead.attention.impl.native.maps import OverlapGrad, Rows, RowsGrad, ScoresGrad
 from clearhead.attention.problem import Problem
@@ -243,13 +243,17 @@ class Received(Output):
 
     def __init__(self, inputs: Inputs, read: list[Any]):
         super().__init__(inputs, read)
-        self.received = new(inputs.slots, *inputs.shape[:2], inputs.source).zero_()
+        self.received = Sums(inputs, inputs.source)
+        self.slots = self.received.slots
+
+    def split(self, parts: list[range]) -> list[range]:
+        return self.received.split(parts)
 
     def bind(self, call: Any, part: range) -> None:
-        call.set_received(self.received.data_ptr())
+        call.set_received(self.received.begin())
 
     def value(self, reading: Any) -> Tensor:
-        return self.received.sum(0)
+        return self.received.value()
 
 
 class ReceivedGrad(Grad):
@@ -273,16 +277,21 @@ class BlockMap(Output):
     def __init__(self, inputs: Inputs, read: list[Any]):
         super().__init__(inputs, read)
         self.down, self.across = _cells(inputs, read[0])
-        shape = (inputs.slots, *inputs.shape[:2], len(self.down) - 1, len(self.across) - 1)
-        self.sums, self.largest = new(*shape).zero_(), new(*shape).zero_()
+        self.sums = Sums(inputs, len(self.down) - 1, len(self.across) - 1)
+        self.largest, self.slots = torch.zeros_like(self.sums.each), self.sums.slots
+
+    def split(self, parts: list[range]) -> list[range]:
+        return self.sums.split(parts)
 
     def bind(self, call: Any, part: range) -> None:
-        tensors = self.down, self.across, self.sums, self.largest
-        call.set_cells(*self.sums.shape[-2:], *(x.data_ptr() for x in tensors))
+        places = (x.data_ptr() for x in (self.down, self.across))
+        call.set_cells(
+            *self.largest.shape[-2:], *places, self.sums.begin(), self.largest.data_ptr()
+        )
 
     def value(self, reading: Any) -> BlockMapValue:
-        edges = self.down.diff()[:, None] * self.across.diff()
-        return BlockMapValue(self.sums.sum(0) / edges, self.largest.amax(0))
+        edges = _edges_in(self.down, self.across)
+        return BlockMapValue(self.sums.value() / edges, self.largest.amax(0))
 
 
 class BlockMapGrad(Grad):
@@ -292,7 +301,7 @@ class BlockMapGrad(Grad):
 
     def add(self, reading: readings.BlockMap, value: Any, grad: BlockMapValue) -> None:
         self.down, self.across = _cells(self.inputs, reading)
-        edges = self.down.diff()[:, None] * self.across.diff()
+        edges = _edges_in(self.down, self.across)
         self.grad = total(self.grad, self.flat(grad.mean) / edges)
 
     def bind(self, call: Any, part: range, grads: dict[Any, Any]) -> None:
@@ -305,6 +314,11 @@ def _cells(inputs: Inputs, reading: readings.BlockMap) -> list[Tensor]:
     """Where the cells of the queries and of the sources begin, and where the last ones end."""
     sizes = inputs.shape[2], inputs.source
     return [torch.tensor(cell_bounds(n, reading.cells), dtype=torch.int32) for n in sizes]
+
+
+def _edges_in(down: Tensor, across: Tensor) -> Tensor:
+    """How many edges each cell has, which may be more than an int32 holds."""
+    return down.diff().long()[:, None] * across.diff()
 
 
 class Kind(NamedTuple):

@@ -18,7 +18,7 @@ from clearhead.readings import PerQuery, Reading, by_cell, cell_bounds
 
 __all__ = ["Gatherer", "Layout", "gatherers"]
 
-NAN_BITS = 0x7FC00000
+LARGEST, LEAST = (1 << 31) - 1, -(1 << 63)
 # How many sources one maximum stands for in the search for the largest weights.
 GROUP = 8
 
@@ -197,15 +197,16 @@ class TopK(Gatherer):
         """Store the view's rows."""
         weights, width = view.weights, view.weights.shape[-1]
         if width > self.k:
-            bits, columns, sure = self._by_groups(weights)
+            bits, columns, sure = self._by_groups(weights, view.shift)
             if view.poisoned:
                 sure &= ~view.total.isnan()
             if not sure.all():
-                unsure = ~sure
-                found = self._by_sorting(weights[unsure], view.allowed[unsure])
-                bits[unsure], columns[unsure] = found
+                bits[~sure], columns[~sure] = self._by_sorting(view, ~sure)
         else:
-            bits, columns = self._by_sorting(weights, view.allowed)
+            every = torch.ones(weights.shape[:-1], dtype=torch.bool)
+            bits, columns = (
+                x.view(*weights.shape[:-1], -1) for x in self._by_sorting(view, every)
+            )
         place = (view.leads, view.piece.rows, slice(0, bits.shape[-1]))
         self.weights[place] = bits.view(torch.float32)
         real = columns >= 0
@@ -215,33 +216,39 @@ class TopK(Gatherer):
             found = view.positions(columns.clamp(min=0))
             self.sources[place] = torch.where(real, found, -1)
 
-    def _by_groups(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _by_groups(self, weights: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bits and columns of the k largest, and the rows in which they are certain."""
         bits, columns, left_out = _find(weights, self.k)
         # A tie, among them or with what was left out, or an underflow leaves a row uncertain.
         bits, least = bits[..., :-1], bits[..., -2]
-        tied = (bits[..., 1:] == bits[..., :-1]).any(-1)
-        return bits, columns, (least > left_out.clamp_(min=0)) & ~tied
+        # Weights of equal scores are as far apart as their exponents are rounded, which lie between
+        # the shift and that less the log of the weight.
+        shift = (2 * shift.abs()).clamp(max=1 << 29).to(torch.int32).unsqueeze(-1)
+        apart = shift + 2 * (130 - (bits >> 23))
+        tied = (bits[..., :-1] - bits[..., 1:] <= apart[..., 1:]).any(-1)
+        return bits, columns, (least - left_out.clamp_(min=0) > apart[..., -1]) & ~tied
 
-    def _by_sorting(self, weights: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        """The same by keys of a weight's bits above its column counted from the end.
-
-        As integers they sort as the weights do, ties to the lower source. Blocked: 0 and -1.
-        """
+    def _by_sorting(self, view: View, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of some rows by their scores, ties to the lower source. Blocked: 0 and -1."""
+        weights, scores = view.weights[rows], view.scores(rows)
+        blocked = ~view.allowed[rows] | (scores == -torch.inf)
+        # Integers that sort as the scores, and of equal ones by the column counted from the end.
+        # NaN has many bit patterns: here it is the largest of all. -0 becomes 0.
+        keys = (scores + 0.0).view(torch.int32)
+        keys = torch.where(keys < 0, keys ^ LARGEST, keys).masked_fill_(weights.isnan(), LARGEST)
         last = weights.shape[-1] - 1
-        # NaN has many bit patterns, some of them negative: here it is the largest of all.
-        keys = weights.view(torch.int32).masked_fill(weights.isnan(), NAN_BITS)
-        keys = keys.to(torch.int64) << 32
-        keys = (keys | (last - torch.arange(last + 1))).masked_fill_(~allowed, -1)
-        keys = keys.topk(min(self.k, last + 1), -1).values
-        real = keys >= 0
-        bits = torch.where(real, keys >> 32, 0).to(torch.int32)
-        return bits, torch.where(real, last - (keys & 0xFFFFFFFF), -1)
+        keys = (keys.to(torch.int64) << 32) | (last - torch.arange(last + 1))
+        best = keys.masked_fill_(blocked, LEAST).topk(min(self.k, last + 1), -1).indices
+        real = ~blocked.gather(-1, best)
+        bits = weights.gather(-1, best).masked_fill_(~real, 0).view(torch.int32)
+        return bits, torch.where(real, best, -1)
 
     def part(self, rows: Tensor, lse: Tensor) -> PerQuery:
         """Return the weights and sources of each row."""
-        shape = (*lse.shape, self.k)
-        return PerQuery(rows, (self.weights.view(shape), self.sources.view(shape)))
+        weights, sources = (x.view(*lse.shape, self.k) for x in (self.weights, self.sources))
+        # Parts of all rows are not merged: these scores are as exact as the weights.
+        scores = torch.where(sources < 0, -torch.inf, weights.log() + lse.unsqueeze(-1))
+        return PerQuery(rows, (weights, sources, scores))
 
 
 def _peaks(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ INF = float("inf")
 # Rows of a strip, and elements in a buffer: what the second-level cache holds.
 ROWS, ELEMENTS = 128, 1 << 19
 # Edges of masks that are kept for all strips at once.
-KEPT = 1 << 24
+KEPT = 1 << 22
 # Values below LIGHT do not overflow in a sum.
 LIGHT = 1e30
 # Scores above this are rounded by more than 2**-8.
@@ -163,7 +163,7 @@ def _views(
         torch.sum(weights, -1, out=total)
         if empty:
             total = total.masked_fill(total == 0, 1)
-        yield View(problem, piece, leads, weights, logs, total, blocked)
+        yield View(problem, piece, leads, weights, logs, total, shift, blocked)
 
 
 def _bounded(problem: Problem) -> bool:
@@ -250,7 +250,12 @@ def _shut(problem: Problem, piece: Piece) -> list[tuple[slice, Tensor, Tensor]]:
         return []
     rows, columns = piece.positions(problem.query.device)
     found = ((side, *tiles_of(problem, rows, columns[side])) for side in piece.shut)
-    return [(side, ~tiles, which) for side, tiles, which in found]
+    return [(side, _closed(tiles), which) for side, tiles, which in found]
+
+
+def _closed(tiles: Tensor) -> Tensor:
+    """The edges that are not in the tiles; equal rows take the memory of one."""
+    return (~tiles[:, :1]).expand(tiles.shape) if tiles.stride(1) == 0 else ~tiles
 
 
 class Buffer:

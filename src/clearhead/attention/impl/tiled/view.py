@@ -11,7 +11,7 @@ from math import log, prod
 import torch
 from torch import Tensor
 
-from clearhead.attention.impl.tiled.strips import Piece
+from clearhead.attention.impl.tiled.strips import Piece, take
 from clearhead.attention.problem import Problem
 from clearhead.readings import cell_bounds
 
@@ -30,6 +30,7 @@ class View:
     weights: Tensor  # (lead, rows, columns); 0 where blocked
     logs: Tensor  # log2 of `weights` before they were divided by `total`; 0 where blocked
     total: Tensor  # (lead, rows); 1 for an empty row
+    shift: Tensor  # (lead, rows): what was subtracted from the scores, in base 2
     blocked: list[tuple[slice, Tensor]]  # columns of the piece, and where they are blocked
 
     @cached_property
@@ -56,8 +57,22 @@ class View:
         """(1 or lead, rows): the number of allowed sources."""
         counts = torch.full((1, self.weights.shape[-2]), self.piece.width)
         for _, blocked in self.blocked:
-            counts = counts - blocked.sum(-1)
+            # Head by head, because torch sums bools in a copy of 8 bytes each.
+            counts = counts - torch.stack([x.sum(-1) for x in blocked])
         return counts
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Scores that order the sources of some rows, a (lead, rows) bool: (row, columns)."""
+        problem, (leads, lines) = self.problem, rows.nonzero(as_tuple=True)
+        query = problem.query.flatten(0, -3)[self.leads, self.piece.rows].to(problem.dtype)
+        key = problem.key.flatten(0, -3)
+        found = self.weights.new_empty(len(lines), self.weights.shape[-1])
+        for lead in leads.unique().tolist():
+            keys = take(key[(self.leads.start + lead) // problem.group], self.piece.columns)
+            mine = leads == lead
+            found[mine] = query[lead, lines[mine]] @ keys.to(problem.dtype).mT
+        # A positive scale changes no order, but may round different scores to equal ones.
+        return found if problem.scale > 0 else found.mul_(problem.scale)
 
     @cached_property
     def allowed(self) -> Tensor:
