@@ -15,6 +15,7 @@ from clearhead._core.transforms import (
     is_mapped,
     plain,
     readable,
+    traced_transform,
     unobserved,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "remove_parts",
     "replacing",
     "take_lock",
+    "traced_transform",
     "type_error",
     "unobserved",
     "value_error",

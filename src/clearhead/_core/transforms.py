@@ -11,7 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["active_transforms", "has_values", "is_mapped", "plain", "readable", "unobserved"]
+__all__ = ["active_transforms", "has_values", "is_mapped", "plain", "readable", "traced_transform", "unobserved"]
 
 # Every call checks these; a global name is found faster than a chain of attributes.
 _is_compiling = torch.compiler.is_compiling
@@ -41,6 +41,16 @@ def active_transforms() -> list[str]:
     if _jit_trace() is not None:
         found.append("torch.jit.trace is recording the call")
     return found
+
+
+@torch.compiler.assume_constant_result
+def traced_transform() -> bool:
+    """Whether torch.compile is tracing inside of a torch.func transform.
+
+    While it traces one, the transform is active in Python too; whether it is never changes within
+    a trace, so that this need not be traced itself.
+    """
+    return _functorch_stack() is not None
 
 
 def readable(values: Tensor) -> bool:

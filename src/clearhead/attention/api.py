@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from clearhead.attention import checks, edges, subclasses
+from clearhead.attention import batches, checks, edges, subclasses
 from clearhead.attention.impl import NATIVE, choose
 from clearhead.attention.impl.dropout import draw_seed
 from clearhead.attention.memory import check_readings
@@ -114,8 +114,12 @@ def attend(
     )
     checks.inputs(query, key, value)
     wanted = checks.wanted(read)
-    problem = make_problem(query, key, value, mask, scale, bias, softcap, sinks, dropout)
-    context, values = _run(problem, wanted, impl)
+    options: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    if query.ndim > 4 and (axes := batches.split_axes(query, (mask, bias), wanted)):
+        context, values = _run_each(axes, (query, key, value, mask, bias), options, wanted, impl)
+    else:
+        problem = make_problem(query, key, value, mask, bias=bias, **options)
+        context, values = _run(problem, wanted, impl)
     if query.ndim < 4:
         context, axis = context.squeeze(-3), query.ndim - 2
         values = [_without_head(r, v, axis) for r, v in zip(wanted, values, strict=True)]
@@ -132,6 +136,22 @@ def _run(problem: Problem, read: tuple[Reading, ...], impl: str | None) -> tuple
         # Only now: a call that is refused leaves torch's RNG state alone.
         problem = replace(problem, seed=draw_seed(problem.query.device))
     return chosen.attend(problem, read)
+
+
+def _run_each(
+    axes: tuple[int, ...], tensors: Any, options: Any, read: tuple[Reading, ...], impl: str | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Run a call that is split over some of its batch axes."""
+    query, key, _, *extras = tensors
+    for name, extra in zip(("mask", "bias"), extras, strict=True):
+        if isinstance(extra, Tensor):
+            edges.check_shape(name, extra, query, key)
+    batch = query.shape[:-3]
+    pieces = zip(*(batches.split(x, axes, batch) for x in tensors), strict=True)
+    return batches.join(
+        [attend(*piece[:4], bias=piece[4], read=read, impl=impl, **options) for piece in pieces],
+        axes, batch,
+    )  # fmt: skip
 
 
 def make_problem(

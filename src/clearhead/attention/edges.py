@@ -13,7 +13,7 @@ from clearhead.attention.checks import floats, same_device
 from clearhead.attention.problem import sizes_of
 from clearhead.masks import MAY_ATTEND, Mask, no_mask, only_ones_and_zeros
 
-__all__ = ["bias", "mask", "warn_if_backwards"]
+__all__ = ["bias", "check_shape", "mask", "warn_if_backwards"]
 
 
 def mask(given: Any, passed: Tensor, query: Tensor, key: Tensor) -> Mask:
@@ -108,6 +108,12 @@ def _warn_of_disguise(given: Tensor) -> None:
 
 def _with_head(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Check that the tensor broadcasts to the scores, and put in the head axis of 3-D inputs."""
+    check_shape(name, given, query, key)
+    return given.unsqueeze(-3) if query.ndim == 3 and given.ndim == 3 else given
+
+
+def check_shape(name: str, given: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check that a mask or bias broadcasts to the scores."""
     target = (*query.shape[:-1], key.shape[-2])
     shape = tuple(given.shape)
     at = len(target) - len(shape)
@@ -119,7 +125,6 @@ def _with_head(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
             shapes={name: shape, "scores": target, "query": query},
             hint=_fitting(given, target),
         )
-    return given.unsqueeze(-3) if query.ndim == 3 and given.ndim == 3 else given
 
 
 def _fitting(given: Tensor, target: tuple[int, ...]) -> str:

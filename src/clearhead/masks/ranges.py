@@ -11,6 +11,9 @@ from torch import Tensor
 
 from clearhead._core import readable
 
+# Bools that are examined at a time.
+ROWS_BYTES = 1 << 18
+
 # Start and stop of one range for each query: (query,), or (batch or 1, head or 1, query).
 Interval = tuple[Tensor, Tensor]
 
@@ -65,12 +68,19 @@ def runs(real: Tensor) -> Interval | None:
     if not size:
         zero = torch.zeros(real.shape[:-1], dtype=torch.int64, device=real.device)
         return zero, zero
-    many = real.sum(-1)
-    start = real.to(torch.uint8).argmax(-1)
-    last = size - 1 - real.flip(-1).to(torch.uint8).argmax(-1)
-    if ((many > 0) & (last - start + 1 != many)).any():
-        return None
-    return start, start + many
+    # Rows that share their memory are one row, and a sum of bools copies them to int64: few rows at
+    # a time take little memory.
+    own = real[tuple(slice(1) if step == 0 else slice(None) for step in real.stride()[:-1])]
+    found = []
+    for rows in own.reshape(-1, size).split(max(1, ROWS_BYTES // size)):
+        many = rows.sum(-1)
+        start = rows.view(torch.uint8).argmax(-1)
+        last = size - 1 - rows.flip(-1).view(torch.uint8).argmax(-1)
+        if ((many > 0) & (last - start + 1 != many)).any():
+            return None
+        found.append(torch.stack([start, start + many]))
+    start, stop = torch.cat(found, -1).view(2, *own.shape[:-1]).expand(2, *real.shape[:-1])
+    return start, stop
 
 
 def spans(ids: Tensor) -> Interval | None:

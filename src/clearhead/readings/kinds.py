@@ -109,7 +109,10 @@ class Rows(SumReading, splits_grad=True):
         self.check(strip.sizes)
         chosen = [position % strip.query for position in self.queries]
         wanted = torch.tensor(chosen, dtype=torch.int64, device=strip.queries.device)
-        if not len(strip.queries) or not chosen:
+        if not chosen:
+            # No rows, but rows of this call: they have a gradient, which is 0.
+            return place(strip.weights[..., :0, :], strip.sources, strip.source)
+        if not len(strip.queries):
             shape = (*strip.weights.shape[:-2], len(chosen), strip.source)
             return strip.weights.new_zeros(shape)
         at = torch.searchsorted(strip.queries, wanted).clamp(max=len(strip.queries) - 1)

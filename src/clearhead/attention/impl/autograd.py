@@ -14,6 +14,7 @@ from clearhead.readings import Reading
 
 __all__ = [
     "bare",
+    "check_storages",
     "constants",
     "filled",
     "masks_of",
@@ -74,6 +75,16 @@ def filled(problem: Problem, tensors: Sequence[Any]) -> Problem:
         query, key, value, problem.mask, problem.scale, bias, problem.softcap, sinks,
         problem.dropout, problem.seed,
     )  # fmt: skip
+
+
+def check_storages(problem: Problem, context: Tensor) -> None:
+    """Raise where a tensor that the backward pass reads has lost its memory since the call."""
+    for name, x in zip((*FIELDS, "context"), (*tensors_of(problem), context), strict=True):
+        if x is not None and x.numel() and not x.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"attend: the storage of {name} was resized to 0 bytes after the call, and the "
+                "backward pass reads it; restore it first, as FSDP does by gathering parameters"
+            )
 
 
 def constants(read: Sequence[Reading], values: Sequence[Any]) -> list[Tensor]:

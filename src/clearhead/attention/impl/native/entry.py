@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from clearhead._core import active_transforms
+from clearhead._core import active_transforms, traced_transform
 from clearhead.attention.impl import ops
 from clearhead.attention.impl.autograd import (
     bare,
+    check_storages,
     constants,
     filled,
     masks_of,
@@ -61,7 +62,9 @@ class Native:
             return [f"the compiled kernel is not there: {kernel.MISSING}"]
         # `is_exporting()` is always true while torch 2.10 compiles.
         tracing = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
-        reasons = [] if tracing else active_transforms()
+        # The operator that stands in a traced graph knows no transform but its own gradient.
+        transformed = ["a torch.func transform is traced"] if tracing and traced_transform() else []
+        reasons = transformed if tracing else active_transforms()
         reasons += _unsupported_tensors(problem)
         if not (reasons or tracing or all(map(_lies_in_memory, tensors_of(problem)))):
             reasons.append("an input has no memory with its values at aligned addresses")
@@ -223,6 +226,7 @@ class _Attend(torch.autograd.Function):
         # Read once: where torch.utils.checkpoint recomputes them, it does so once.
         saved = ctx.saved_tensors
         needs, problem = ctx.needs_input_grad[4:], filled(ctx.problem, saved[:5])
+        check_storages(problem, saved[5])
         if wrapped(gradients):
             found = through(ctx.native.reference, problem, ctx.read, gradients, needs)
         elif torch.is_grad_enabled():

@@ -24,6 +24,9 @@ from clearhead.readings import BlockMapValue, Reading, TopKValue, cell_bounds
 
 __all__ = ["KINDS", "sink_weights", "supported", "supported_grads"]
 
+# Edges that are counted at a time: torch sums bools in a copy of 8 bytes each.
+COUNTED = 1 << 18
+
 
 class LogSumExp(Output):
     """The log-sum-exp of each row."""
@@ -59,7 +62,8 @@ class Entropy(Output):
 
     @staticmethod
     def supports(inputs: Inputs, reading: readings.Entropy) -> bool:
-        return not reading.normalized or _counted(inputs)
+        # A bias may block further sources.
+        return not reading.normalized or inputs.problem.bias is None
 
     def bind(self, call: Any, part: range) -> None:
         call.set_entropy(self.entropy.data_ptr())
@@ -93,22 +97,31 @@ class EntropyGrad(Grad):
         call.set_entropy_grad(self.grad.data_ptr())
 
 
-def _counted(inputs: Inputs) -> bool:
-    """Whether one subtraction gives the number of sources that a row may read."""
-    if inputs.problem.bias is not None:
-        return False
-    one = inputs.ranges is not None and len(inputs.ranges.start) == 1
-    return inputs.problem.mask is None or one
-
-
 def _largest_entropy(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Where a row has more than one source, and the log of the number of its sources."""
-    count = torch.tensor(inputs.source)
-    if inputs.ranges is not None:
-        start, stop = inputs.ranges.start[0], inputs.ranges.stop[0]
-        count = stop.clamp(0, inputs.source) - start.clamp(0, inputs.source)
+    count = _count(inputs)
     many = count > 1
     return many, torch.where(many, count, 2).to(torch.float32).log()
+
+
+def _count(inputs: Inputs) -> Tensor:
+    """The number of sources that each row may read by the mask."""
+    mask, sizes, query = inputs.problem.mask, inputs.problem.sizes, inputs.shape[2]
+    if mask is None:
+        return torch.tensor(inputs.source)
+    if inputs.ranges is not None and len(inputs.ranges.start) == 1:
+        start, stop = inputs.ranges.start[0], inputs.ranges.stop[0]
+        return stop.clamp(0, inputs.source) - start.clamp(0, inputs.source)
+    step = max(1, COUNTED // ((mask.own.batch or 1) * (mask.own.head or 1) * inputs.source))
+    parts = (range(i, min(i + step, query)) for i in range(0, query, step))
+    return torch.cat([_count_edges(mask.strip(x, sizes), len(x), sizes.source) for x in parts], -1)
+
+
+def _count_edges(edges: Tensor, rows: int, source: int) -> Tensor:
+    """The edges of each row, counted once where heads or rows share their memory."""
+    own = edges[tuple(slice(1) if step == 0 else slice(None) for step in edges.stride()[:3])]
+    count = own.sum(-1) * (source // own.shape[-1])
+    return count.expand(*edges.shape[:2], rows)
 
 
 def sink_weights(problem: Problem, lse: Tensor) -> Tensor | float:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from clearhead._core import active_transforms
 from clearhead.attention.impl.autograd import (
     bare,
+    check_storages,
     constants,
     filled,
     masks_of,
@@ -174,6 +175,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any):
         saved = ctx.saved_tensors
         problem, (context, lse) = filled(ctx.problem, saved[:5]), saved[5:7]
+        check_storages(problem, context)
         outer, *flat = gradients
         needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled() or wrapped(gradients):
