@@ -204,9 +204,7 @@ class TopK(Gatherer):
                 bits[~sure], columns[~sure] = self._by_sorting(view, ~sure)
         else:
             every = torch.ones(weights.shape[:-1], dtype=torch.bool)
-            bits, columns = (
-                x.view(*weights.shape[:-1], -1) for x in self._by_sorting(view, every)
-            )
+            bits, columns = (x.view(*weights.shape[:-1], -1) for x in self._by_sorting(view, every))
         place = (view.leads, view.piece.rows, slice(0, bits.shape[-1]))
         self.weights[place] = bits.view(torch.float32)
         real = columns >= 0
