@@ -11,7 +11,15 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["active_transforms", "has_values", "is_mapped", "plain", "readable", "traced_transform", "unobserved"]
+__all__ = [
+    "active_transforms",
+    "has_values",
+    "is_mapped",
+    "plain",
+    "readable",
+    "traced_transform",
+    "unobserved",
+]
 
 # Every call checks these; a global name is found faster than a chain of attributes.
 _is_compiling = torch.compiler.is_compiling
