@@ -62,7 +62,7 @@ def test_folded_sums_keep_sinks_and_blocked_rows(dtype: torch.dtype) -> None:
     mask = masks.dense(torch.rand(37, 2500) < 0.4) - masks.diagonal(0)
     call: dict[str, Any] = {"sinks": torch.tensor([1.0, 8.0]), "read": readings.Entropy()}
     context, entropy = ch.attend(q, k, v, mask, impl="native", **call)
-    right, right_entropy = ch.attend(*(x.double() for x in (q, k, v)), mask, **call)
+    right, right_entropy = ch.attend(*(x.double() for x in (q, k, v)), mask, **call)  # pyright: ignore[reportCallIssue]
     torch.testing.assert_close(entropy.double(), right_entropy, atol=2e-6, rtol=2e-6)
     # Weights are rounded to bfloat16 beside it, as torch does.
     atol = 2e-6 if dtype == torch.float32 else 2e-3
@@ -155,7 +155,7 @@ def test_no_rows(impl: str) -> None:
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_a_freed_storage_is_named(impl: str, name: str) -> None:
     inputs = {n: torch.randn(1, 2, 6, 8, requires_grad=True) for n in ("query", "key", "value")}
-    context = ch.attend(**inputs, impl=impl)
+    context = ch.attend(**inputs, impl=impl)  # pyright: ignore[reportArgumentType]
     inputs[name].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=f"storage of {name} was resized to 0 bytes"):
         context.sum().backward()
@@ -231,7 +231,7 @@ def test_batches_that_broadcast_in_part(monkeypatch: Any, shape: tuple[int, ...]
         monkeypatch.setattr(batches, "SMALL", small)
         given = [x.clone().requires_grad_() for x in (*inputs, bias)]
         read = (readings.TopK(2), readings.Overlap())
-        context, (top, overlap) = ch.attend(*given[:3], mask, bias=given[3], read=read)
+        context, (top, overlap) = ch.attend(*given[:3], mask, bias=given[3], read=read)  # pyright: ignore[reportCallIssue]
         loss = context.pow(2).sum() + top.weights.pow(2).sum() + overlap.pow(2).sum()
         return [context, *top, overlap, *torch.autograd.grad(loss, given)]
 
@@ -308,7 +308,7 @@ def test_onnx_from_torchscript(mask: Any) -> None:
             return ch.attend(x, x, x, mask, softcap=3.0)
 
     x, file = torch.randn(1, 2, 5, 8), io.BytesIO()
-    torch.onnx.export(Net(), (x,), file, dynamo=False, opset_version=17)
+    torch.onnx.export(Net(), (x,), file, dynamo=False, opset_version=17)  # pyright: ignore[reportArgumentType]
     model = onnx.load_from_string(file.getvalue())
     (got,) = ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x.numpy()})
     torch.testing.assert_close(torch.tensor(got), Net()(x))

@@ -369,7 +369,7 @@ class TestFoldedHeads:
         torch.manual_seed(0)
         if mix is in_fairseq and fold not in ("(b h) t d", "fairseq"):
             pytest.skip("it views scores as (b h)")
-        return Folded(*FOLDS[fold], mix).eval(), torch.randn(B, T, H * D)
+        return Folded(*FOLDS[fold], mix).eval(), torch.randn(B, T, H * D)  # pyright: ignore[reportCallIssue]
 
     @torch.no_grad()
     def test_weights(self, fold, mix):

@@ -218,7 +218,7 @@ class TestOneStream:
 class TestWindows:
     def windows(self, x: Tensor, size: int) -> Tensor:
         parts = x.unflatten(1, (-1, size)).flatten(0, 1)
-        return (parts + F.scaled_dot_product_attention(*[parts[:, None]] * 3)[:, 0]).reshape(
+        return (parts + F.scaled_dot_product_attention(*[parts[:, None]] * 3)[:, 0]).reshape(  # pyright: ignore[reportArgumentType]
             x.shape
         )
 

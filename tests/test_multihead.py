@@ -930,7 +930,7 @@ def test_averaged_weights_follow_the_layer() -> None:
         with torch.no_grad():
             layer.in_proj_weight.fill_(step)
         averaged.update_parameters(layer)
-    assert (averaged.module.in_proj_weight == 2).all()
+    assert (averaged.module.in_proj_weight == 2).all()  # pyright: ignore[reportAttributeAccessIssue]
     x = tokens()
     with torch.no_grad():
         layer.in_proj_weight.fill_(2.0)

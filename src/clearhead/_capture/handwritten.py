@@ -96,7 +96,7 @@ class Handwritten:
         given = args[0] if args else kwargs.get("input")
         origin = self._provenance.origin(given)
         found = None if origin is None else origin.softmax
-        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):
+        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):  # pyright: ignore[reportArgumentType]
             edited = found.edited
             found.weights = found.weights.clone()
             found.versions = version(found.scores), version(found.weights)
@@ -248,12 +248,12 @@ class Handwritten:
             left = right = right if foreign[0] else left
         positions = self._sites.positions
         mixes = None not in origins and (
-            is_by_position(out, positions) or sums_positions(*operands, out, positions)
+            is_by_position(out, positions) or sums_positions(*operands, out, positions)  # pyright: ignore[reportCallIssue]
         )
         known = [origin for origin in origins if origin]
         heads = next((origin.heads for origin in known if origin.heads), None)
         scales = [alpha, *(origin.scale for origin in known)]
-        scale = None if None in scales else math.prod(scales)
+        scale = None if None in scales else math.prod(scales)  # pyright: ignore[reportArgumentType, reportCallIssue]
         origin = Origin(left, product=(left, right), heads=heads, scale=scale, mixes=mixes)
         self._provenance.mark(out, origin)
 

@@ -92,7 +92,7 @@ def plain(tensor: Tensor) -> Tensor:
     while _is_functorch_tensor(tensor):
         tensor = _unwrapped(tensor)
     if type(tensor) is Tensor or is_traceable_wrapper_subclass(tensor):
-        return tensor
+        return tensor  # pyright: ignore[reportReturnType]
     return tensor if _dispatches(tensor) else tensor.as_subclass(Tensor)
 
 

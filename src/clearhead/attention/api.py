@@ -83,7 +83,7 @@ def attend(
     if has_torch_function((query, key, value)):
         inputs = subclasses.as_plain(query, key, value)
         if inputs is not None and not has_torch_function(inputs):
-            found = attend(*inputs, mask, read=read, scale=scale, bias=bias, softcap=softcap,
+            found = attend(*inputs, mask, read=read, scale=scale, bias=bias, softcap=softcap,  # pyright: ignore[reportCallIssue]
                            sinks=sinks, dropout=dropout, impl=impl)  # fmt: skip
             return subclasses.as_subclass(found, query, key, value)
         # A mode intercepts the call as it intercepts torch's own: `watch` relies on it.

@@ -64,7 +64,7 @@ def join(results: Sequence[Any], axes: Sequence[int], batch: Sequence[int]) -> A
     sizes = [batch[i] for i in axes]
 
     def whole(*pieces: Tensor) -> Tensor:
-        return torch.stack(pieces).unflatten(0, sizes).movedim(tuple(range(len(axes))), axes)
+        return torch.stack(pieces).unflatten(0, sizes).movedim(tuple(range(len(axes))), axes)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     return pytree.tree_map(whole, results[0], *results[1:])
 

@@ -41,4 +41,4 @@ def _adds_nothing(kind: type[Tensor]) -> bool:
     """Whether torch computes with the class as with Tensor: it overrides no call."""
     function = kind.__torch_function__
     inherits = getattr(function, "__func__", function) in (_INHERITED, _DISABLED)
-    return inherits and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return inherits and kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]

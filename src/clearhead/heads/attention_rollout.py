@@ -147,7 +147,7 @@ class _Ancestors(TorchFunctionMode):
             known |= self._place(at, each)
         if known:
             for x in _tensors(out):
-                self._known[x] = self._known.get(x, 0) | known
+                self._known[x] = self._known.get(x, 0) | known  # pyright: ignore[reportOptionalOperand]
             for x in _tensors((given.get("out"), _written(func, args))):
                 self._add(x, known)
         return out
@@ -162,12 +162,12 @@ class _Ancestors(TorchFunctionMode):
 
     def _of(self, x: Tensor) -> int:
         own = self._known.get(x, 0)
-        return own if x._base is None else own | self._known.get(x._base, 0)
+        return own if x._base is None else own | self._known.get(x._base, 0)  # pyright: ignore[reportOptionalOperand, reportReturnType]
 
     def _add(self, x: Tensor, known: int) -> None:
         for one in (x, x._base):
             if one is not None:
-                self._known[one] = self._known.get(one, 0) | known
+                self._known[one] = self._known.get(one, 0) | known  # pyright: ignore[reportOptionalOperand]
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -30,13 +30,10 @@ from clearhead.readings.fold import Blocks as Blocks
 from clearhead.readings.fold import PerQuery as PerQuery
 from clearhead.readings.fold import Reading
 from clearhead.readings.kinds import (
-    BlockMap,
-    BlockMapValue,
     Distance,
     Entropy,
     LogSumExp,
     Mass,
-    Overlap,
     Received,
     Rows,
     Scores,
@@ -44,6 +41,7 @@ from clearhead.readings.kinds import (
     TopKValue,
     Weights,
 )
+from clearhead.readings.maps import BlockMap, BlockMapValue, Overlap
 from clearhead.readings.strip import Strip
 
 __all__ = [

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["by_cell", "cell_bounds"]
+from clearhead._core import type_error, value_error
+
+__all__ = ["by_cell", "cell_bounds", "positive"]
 
 
 def cell_bounds(size: int, cells: int) -> list[int]:
@@ -33,3 +35,12 @@ def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
     if cells > longer:
         parts.append(how(x[..., cut:].unflatten(-1, (cells - longer, width)), -1))
     return torch.cat(parts, -1) if parts else x
+
+
+def positive(name: str, value: int) -> int:
+    """Check a count that is at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise type_error(name, "takes an integer", got=repr(value))
+    if value < 1:
+        raise value_error(name, "is at least 1", got=value)
+    return value

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearhead import readings
 from clearhead._core import is_number, type_error, value_error
-
-if TYPE_CHECKING:
-    from clearhead.recording.records import Record
 
 __all__ = ["table"]
 
@@ -21,7 +18,7 @@ _STRIP = 1 << 20
 _TABULAR = readings.TopK | readings.Weights | readings.Rows
 
 
-def table(record: Record, tokens: Any = None, top: int = 8) -> list[dict[str, Any]]:
+def table(record: Any, tokens: Any = None, top: int = 8) -> list[dict[str, Any]]:
     """Tabulate the largest weights of each query of a record, as `Record.to_table` describes."""
     if not is_number(top) or top < 1:
         raise value_error("top", "is a number of sources, at least 1", got=repr(top))
@@ -50,7 +47,7 @@ def table(record: Record, tokens: Any = None, top: int = 8) -> list[dict[str, An
     ]
 
 
-def _largest(record: Record, top: int) -> tuple[list[int], Tensor, Tensor]:
+def _largest(record: Any, top: int) -> tuple[list[int], Tensor, Tensor]:
     """Give the queries of a value, and their largest weights with their sources, in order."""
     reading, value = _tabular(record)
     total = record.sizes.query
@@ -64,14 +61,15 @@ def _largest(record: Record, top: int) -> tuple[list[int], Tensor, Tensor]:
     return queries, weights[..., :top], sources[..., :top]
 
 
-def _tabular(record: Record) -> tuple[Any, Any]:
+def _tabular(record: Any) -> tuple[Any, Any]:
     """Give the first reading that has weights of single sources, and its value."""
     rule = "has the weights of single sources: read TopK(k), Weights() or Rows(queries)"
     if record.read is None:
         hint = "watch again, and save the records with this version"
         raise value_error("record", rule, got="a file that does not say what was read", hint=hint)
     several = isinstance(record.read, tuple)
-    read, values = (record.read, record.value) if several else ((record.read,), (record.value,))
+    read: tuple[Any, ...] = record.read if several else (record.read,)
+    values = record.value if several else (record.value,)
     for reading, value in zip(read, values, strict=True):
         if isinstance(reading, _TABULAR):
             return reading, value
@@ -82,7 +80,7 @@ def _tabular(record: Record) -> tuple[Any, Any]:
     )  # fmt: skip
 
 
-def _padded(record: Record) -> Tensor:
+def _padded(record: Any) -> Tensor:
     """Tell which queries are padding, (batch, query).
 
     Padding is at either end of a sample, where no query may attend to a position, not even its own,
@@ -117,7 +115,7 @@ def _uniform(full: Tensor, last: Tensor) -> Tensor:
     return torch.where(apart, count, 0)
 
 
-def _edges(record: Record) -> Iterator[tuple[int, Tensor]]:
+def _edges(record: Any) -> Iterator[tuple[int, Tensor]]:
     """Iterate over the mask: a first query, and the edges from there on in any head."""
     assert record.mask is not None
     batch, heads, query, source = record.sizes
@@ -131,7 +129,7 @@ def _edges(record: Record) -> Iterator[tuple[int, Tensor]]:
 Labels = Sequence[Sequence[str]]
 
 
-def _labels(record: Record, tokens: Any) -> tuple[Labels, int]:
+def _labels(record: Any, tokens: Any) -> tuple[Labels, int]:
     """Check the tokens: one list a sample; and give the position of the first query."""
     batch, _, query, source = record.sizes
     if record.kind == "cross":

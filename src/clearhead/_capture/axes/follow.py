@@ -179,7 +179,7 @@ def _getitem(layout: AxisLayout, args: Any, kwargs: Any, out: Tensor) -> AxisLay
             layout = layout.select(at, one % layout.shape[at])
             continue
         else:
-            start, stop, step = one.indices(layout.shape[at])
+            start, stop, step = one.indices(layout.shape[at])  # pyright: ignore[reportAttributeAccessIssue]
             if step != 1:
                 return None
             layout = layout.sliced(at, start, stop - start)
