@@ -243,13 +243,19 @@ class TestWindows:
         refused(model, torch.randn(2, 12, 6), "the same positions in every layer")
 
     def test_heads_in_the_batch(self):
-        """Of a layer that says nothing of its heads."""
+        """They are told apart by the way that they were folded, and averaged."""
+
+        def folded(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (2, 3)).transpose(1, 2).flatten(0, 1)
 
         def model(x: Tensor) -> Tensor:
-            y = x.unflatten(-1, (2, 3)).transpose(1, 2).flatten(0, 1)
+            y = folded(x)
             return x + (soft(y, y) @ y).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
 
-        refused(model, torch.randn(3, 5, 6), "not in windows or folded heads")
+        x = torch.randn(3, 5, 6)
+        weights = soft(folded(x), folded(x)).unflatten(0, (-1, 2)).mean(1)
+        found = heads.rollout(model, x, range(5))  # type: ignore[arg-type]
+        torch.testing.assert_close(found.weights, chain([weights]), rtol=0, atol=1e-6)
 
     def test_positions_first_are_no_windows(self):
         layer = nn.MultiheadAttention(6, 2)
