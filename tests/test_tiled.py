@@ -242,10 +242,15 @@ class _View:
 
     def __init__(self, weights: Tensor, allowed: Tensor):
         self.weights, self.allowed, self.leads = weights, allowed, slice(0, 1)
+        self.shift = torch.zeros(weights.shape[:-1])
         self.piece = pieces.Piece(slice(0, 2), slice(0, weights.shape[-1]), slice(0, 0))
 
     def positions(self, columns: Tensor) -> Tensor:
         return columns
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """What orders as the weights do."""
+        return self.weights[rows]
 
 
 class TestGradients:

@@ -86,7 +86,7 @@ class Handwritten:
         given = args[0] if args else kwargs.get("input")
         origin = self._provenance.origin(given)
         found = None if origin is None else origin.softmax
-        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):
+        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):  # pyright: ignore
             edited = found.edited
             found.weights = found.weights.clone()
             found.versions = version(found.scores), version(found.weights)

@@ -88,9 +88,9 @@ def plain(tensor: Tensor) -> Tensor:
     """
     while _is_functorch_tensor(tensor):
         tensor = _unwrapped(tensor)
-    if type(tensor) is Tensor or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is Tensor or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):  # pyright: ignore
         return tensor
-    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
     return tensor if own else tensor.as_subclass(Tensor)
 
 
@@ -112,5 +112,5 @@ def unobserved(values: Tensor) -> Iterator[None]:
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values, whoever may read them: not on the meta device, nor fake."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
     return fake is None and not tensor.is_meta and not own
