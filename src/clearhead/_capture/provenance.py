@@ -260,11 +260,12 @@ class Provenance:
         """Give the origin that a result inherits, and whether an argument is a parameter."""
         known, learned = None, func in _PROJECTIONS
         for tensor in tensors((args, kwargs) if kwargs else args):
-            learned = learned or self.learned(tensor)
-            origin = self.origin(tensor)
-            if origin is None:
+            origin = self._entry(tensor)
+            learned = learned or origin is _LEARNED or isinstance(tensor, Parameter)
+            if origin is None or origin is _LEARNED:
                 continue
-            if known is None or func in _INSERTS or (origin.softmax and not known.softmax):
+            inserts = func in _INSERTS and known is not None and not known.product
+            if known is None or inserts or (origin.softmax and not known.softmax):
                 known = origin
         return (self._begin(func, args, kwargs) if known is None else known), learned
 
