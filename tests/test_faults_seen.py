@@ -134,7 +134,7 @@ class TestFormsOfProducts:
         for batch, heads in ((3, 2), (positions, 2), (3, 3)):
             seen, q, k, _ = watched(mix, batch=batch, heads=heads, positions=positions)
             near(seen[0].value, soft(q, k))
-            assert seen[0].check < 1e-5  # pyright: ignore
+            assert seen[0].check < 1e-5  # pyright: ignore[reportOptionalOperand]
             assert not seen.notes
 
     def test_dropout_of_turned_weights(self):
@@ -163,7 +163,7 @@ class Projection(nn.Linear):
         super().__init__(8, 8, bias=False)
         self.change, self.how = change, how
 
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight = self.change(self.weight)
         return x @ weight.mT if self.how == "matmul" else einsum("oi,bti->bto", weight, x)
 
@@ -273,7 +273,7 @@ class TestFormsOfSoftmax:
     def test_other_ways_to_write_it(self, normal):
         seen, q, k, _ = watched(lambda q, k, v: normal(q @ k.mT) @ v)
         near(seen[0].value, soft(q, k))
-        assert seen[0].check < 1e-5  # pyright: ignore
+        assert seen[0].check < 1e-5  # pyright: ignore[reportOptionalOperand]
         assert not seen.notes
 
     def test_implicit_axis(self):
@@ -577,7 +577,7 @@ class TestTasks:
                 await asyncio.sleep(0)
                 made = model(TestModes.X)
                 await asyncio.sleep(0)
-        return len(seen) if isinstance(seen, Sequence) else made  # pyright: ignore
+        return len(seen) if isinstance(seen, Sequence) else made  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def test_each_task_sees_its_own_calls(self):
         import asyncio
@@ -687,11 +687,11 @@ class TestSoftTokens:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         class Soft(LlamaForCausalLM):
-            def prepare_inputs_for_generation(self, input_ids, cache=None, **_):  # pyright: ignore
+            def prepare_inputs_for_generation(self, input_ids, cache=None, **_):  # pyright: ignore[reportIncompatibleMethodOverride]
                 embed = self.get_input_embeddings()
                 if cache is None or cache.get_seq_length() == 0:
                     x = embed(input_ids)
-                    x = torch.cat([self.soft.expand(len(x), -1, -1), x], 1)  # pyright: ignore
+                    x = torch.cat([self.soft.expand(len(x), -1, -1), x], 1)  # pyright: ignore[reportCallIssue]
                 else:
                     x = embed(input_ids[:, -1:])
                 return {"inputs_embeds": x, "cache": cache, "use_cache": True}
@@ -711,11 +711,118 @@ class TestSoftTokens:
     def test_generate(self, more, beams):
         model, ids = self.model(more), torch.randint(3, 50, (2, 6))
         with ch.watch(model, read=WEIGHTS) as seen:
-            made = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=beams)  # pyright: ignore
-        x = torch.cat([model.soft.expand(2, -1, -1), model.get_input_embeddings()(made)], 1)[:, :-1]  # pyright: ignore
+            made = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=beams)  # pyright: ignore[reportAttributeAccessIssue]
+        x = torch.cat([model.soft.expand(2, -1, -1), model.get_input_embeddings()(made)], 1)[:, :-1]  # pyright: ignore[reportCallIssue]
         with ch.watch(model, read=WEIGHTS) as whole:
             model(inputs_embeds=x)
         for record, want in zip(seen, whole, strict=True):
             torch.testing.assert_close(record.value, want.value, rtol=0, atol=1e-5)
             assert record.prompt == 6 + more
+        assert not seen.notes
+
+
+class TestWhatTorchDoesNotShow:
+    """Tensors that no function of torch made: TorchScript, functions with their own backward."""
+
+    @pytest.fixture
+    def turn(self) -> Any:
+        with pytest.warns(DeprecationWarning, match="jit"):
+            return torch.jit.trace(lambda x: x.flip(-1) * 0.5 + x, torch.ones(3, 2, 5, 3))
+
+    def test_queries_and_keys_from_torchscript(self, turn):
+        seen, q, k, _ = watched(lambda q, k, v: soft(turn(q), turn(k)) @ v)
+        near(seen[0].value, soft(turn(q), turn(k)))
+        assert seen[0].kind == "self"
+
+    def test_weights_from_a_compiled_extension(self, turn):
+        why = reason(lambda q, k, v: turn(torch.sigmoid(q @ k.mT)) @ v)
+        assert "weights that no function of torch shows" in why
+
+    @pytest.mark.parametrize("learning", [False, True])
+    def test_a_function_with_its_own_backward(self, learning):
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, scores: Tensor) -> Tensor:
+                return scores.softmax(-1)
+
+            @staticmethod
+            def backward(context: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+                return grads[0]
+
+        model = Attention(lambda q, k, v: Own.apply(q @ k.mT) @ v)
+        x = torch.randn(1, 5, 6)
+        with torch.set_grad_enabled(learning), ch.watch(model, read=WEIGHTS) as seen:
+            model(x)
+        near(seen[0].value, soft(*model.split(x)[:2]))
+
+    def test_an_einsum_of_three(self):
+        def mix(q, k, v):
+            scores = einsum("bhqd,bhkd,h->bhqk", q, k, torch.arange(2.0) + 1)
+            return scores.softmax(-1) @ v
+
+        seen, q, k, _ = watched(mix)
+        near(seen[0].value, (q @ k.mT * torch.tensor([1.0, 2.0])[:, None, None]).softmax(-1))
+        assert seen[0].kind == "self"
+        assert seen[0].scale is None
+
+    @pytest.mark.parametrize(
+        "score",
+        [
+            lambda q, k: torch.stack([torch.inner(*x) for x in zip(q[:, 0], k[:, 0], strict=True)]),
+            lambda q, k: (q[..., None, :] * k[..., None, :, :]).sum(-1),
+        ],
+    )  # fmt: skip
+    def test_scores_that_are_no_product(self, score):
+        def mix(q, k, v):
+            weights = score(q, k).softmax(-1)
+            return weights @ (v if weights.ndim == 4 else v[:, 0])
+
+        assert "of no product of two activations" in reason(mix)
+
+    @pytest.mark.parametrize("how", ["matmul", "einsum"])
+    def test_weights_that_are_dequantized(self, how):
+        class Dequantized(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.codes: Tensor
+                self.register_buffer("codes", torch.randint(-9, 9, (8, 8), dtype=torch.int8))
+                self.scale = nn.Parameter(torch.rand(8, 1))
+
+            def forward(self, x):
+                weight = self.codes.float() * self.scale
+                return x @ weight.mT if how == "matmul" else einsum("oi,bti->bto", weight, x)
+
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.k = Dequantized(), Dequantized()
+
+            def forward(self, x):
+                return soft(self.q(x), self.k(x)) @ x
+
+        model = Layer()
+        with ch.watch(model) as seen:
+            model(torch.randn(1, 5, 8))
+        assert seen[0].kind == "self"
+
+    @pytest.mark.parametrize("how", ["expand", "repeat", "product", "plain"])
+    def test_learned_queries_are_cross_attention(self, how):
+        class Pool(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.latents, self.w = (nn.Parameter(torch.randn(*s)) for s in ((3, 8), (8, 8)))
+
+            def forward(self, x):
+                q = {
+                    "expand": lambda: self.latents[None].expand(len(x), -1, -1),
+                    "repeat": lambda: self.latents.repeat(len(x), 1, 1),
+                    "product": lambda: self.latents @ self.w,
+                    "plain": lambda: F.linear(self.latents, self.w),
+                }[how]()
+                return soft(q, x) @ x
+
+        model = Pool()
+        with ch.watch(model) as seen:
+            model(torch.randn(2, 5, 8))
+        assert seen[0].kind == "cross"
         assert not seen.notes

@@ -16,7 +16,15 @@ from torch.nn.parameter import Parameter
 from clearhead._capture.axes import AxisLayout, paired_axes, paired_letters, scored
 from clearhead._capture.handler import Handler
 from clearhead._capture.modules import Sites, in_short
-from clearhead._capture.products import Axes, ValueProduct, axes_of, described
+from clearhead._capture.products import (
+    Axes,
+    ValueProduct,
+    axes_of,
+    described,
+    is_by_position,
+    mixing_reason,
+    sums_positions,
+)
 from clearhead._capture.provenance import (
     DIVISIONS,
     DROPOUTS,
@@ -75,18 +83,20 @@ class Handwritten:
         return weights
 
     def _mark_opaque(self, scores: Tensor, weights: Tensor) -> None:
-        """Mark the softmax of what no function of torch made: it may be attention, unseen."""
+        """Mark the softmax of what is no product: it may be attention, unseen."""
         origin = self._provenance.origin(scores)
-        if (origin is None and not self._provenance.learned(scores)) or (origin and origin.foreign):
-            root = self._provenance.root() if origin is None else origin.root
-            self._provenance.mark(weights, Origin(root, opaque=True))
+        if origin is None and self._provenance.learned(scores):
+            return
+        if origin is None:
+            origin = Origin(self._provenance.root(), foreign=True)
+        self._provenance.mark(weights, Origin(origin.root, foreign=origin.foreign, opaque=True))
 
     def dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run dropout; the weights before it are kept where it writes over them."""
         given = args[0] if args else kwargs.get("input")
         origin = self._provenance.origin(given)
         found = None if origin is None else origin.softmax
-        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):  # pyright: ignore
+        if found is not None and _shares(given, found.weights) and _in_place(func, args, kwargs):  # pyright: ignore[reportArgumentType]
             edited = found.edited
             found.weights = found.weights.clone()
             found.versions = version(found.scores), version(found.weights)
@@ -151,8 +161,6 @@ class Handwritten:
                 origin = self._normalized(origin, weights)
             if origin is None:
                 continue
-            if not self._projects(operands[1 - at]):
-                self._report_mixing(origin, operands[1 - at], at)
             if origin.softmax is None:
                 continue
             if not origin.softmax.used:
@@ -164,7 +172,9 @@ class Handwritten:
         if any(self._projects(x) for x in operands):
             self._provenance.follow(func, args, kwargs, out)
         else:
-            self._mark_scores(operands, out, kwargs.get("alpha", 1.0))
+            self._report_mixing(operands)
+            more = func is torch.einsum and len(list(tensors(args))) > 2
+            self._mark_scores(operands, out, None if more else kwargs.get("alpha", 1.0))
             self._provenance.layouts.mark(out, self._scored(func, args, operands, out))
         return out
 
@@ -184,15 +194,14 @@ class Handwritten:
         self._remember(origin, scores, weights, scores.ndim - 1, divided=True)
         return self._provenance.origin(weights)
 
-    def _report_mixing(self, origin: Origin, other: Tensor, at: int) -> None:
+    def _report_mixing(self, operands: list[Tensor]) -> None:
         """Report attention of a form that is not followed, where its weights meet a value."""
-        module = self._sites.running
-        if origin.opaque and at == 0:
-            self._handler.unseen(module, _OPAQUE)
-        elif origin.exp is not None and at == 0:
-            self.mixing.setdefault(module, _UNDIVIDED)
-        elif origin.mixes and self._provenance.origin(other) is not None:
-            self.mixing.setdefault(module, _MIXES)
+        origins = [self._provenance.origin(x) for x in operands]
+        for at, (origin, x) in enumerate(zip(origins, operands, strict=True)):
+            known = origins[1 - at] is not None
+            reason = mixing_reason(origin, x, at, known, self._sites.positions)
+            if reason is not None:
+                self.mixing.setdefault(self._sites.running, reason)
 
     def _scored(
         self, func: Any, args: tuple[Any, ...], operands: list[Tensor], out: Tensor
@@ -226,29 +235,27 @@ class Handwritten:
         """Whether an operand is a weight of the model: then the product is a projection."""
         return self._provenance.learned(x) or (isinstance(x._base, Parameter) and x.ndim <= 2)
 
-    def _mark_scores(self, operands: list[Tensor], out: Tensor, alpha: float) -> None:
+    def _mark_scores(self, operands: list[Tensor], out: Tensor, alpha: float | None) -> None:
         """Mark the product of two activations: it may be scores."""
         origins = [self._provenance.origin(x) for x in operands]
-        mixes = None not in origins and self._mixes_positions(operands, out)
         left, right = (
             origin.root if origin else self._provenance.root(x)
             for origin, x in zip(origins, operands, strict=True)
         )
+        foreign = [origin is None or origin.foreign for origin in origins]
+        if self._sites.of_modules and any(foreign):
+            # Not from what the model was given: what it descends from is not known.
+            left = right = right if foreign[0] else left
+        positions = self._sites.positions
+        mixes = None not in origins and (
+            is_by_position(out, positions) or sums_positions(*operands, out, positions)  # pyright: ignore[reportCallIssue]
+        )
         known = [origin for origin in origins if origin]
         heads = next((origin.heads for origin in known if origin.heads), None)
         scales = [alpha, *(origin.scale for origin in known)]
-        scale = None if None in scales else math.prod(scales)
+        scale = None if None in scales else math.prod(scales)  # pyright: ignore[reportArgumentType, reportCallIssue]
         origin = Origin(left, product=(left, right), heads=heads, scale=scale, mixes=mixes)
         self._provenance.mark(out, origin)
-
-    def _mixes_positions(self, operands: list[Tensor], out: Tensor) -> bool:
-        """Whether a product is position by position, or sums over the positions."""
-        positions = self._sites.positions
-        if {*out.shape[-2:]} <= positions:
-            return True
-        left, right = operands
-        summed = {*left.shape} & {*right.shape} - {*out.shape}
-        return bool(summed & positions)
 
     def _attention(self, product: ValueProduct) -> Tensor:
         """Report a product of weights and value to the handler, which may change the context."""
@@ -325,13 +332,6 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of dropout writes over its input."""
     return func.__name__.endswith("_") or bool(kwargs.get("inplace", args[3:4] == (True,)))
 
-
-_OPAQUE = (
-    "the scores of its softmax are of no product that torch shows: "
-    "they are given, or made in TorchScript or a compiled extension"
-)
-_UNDIVIDED = "its exponential of scores meets a value before it is divided by its sum"
-_MIXES = "it mixes positions by a product of two activations that meets a third without a softmax"
 
 # How many heads torch's own multi-head function, while it runs in this thread, has in the batch.
 _folded = threading.local()

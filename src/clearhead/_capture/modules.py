@@ -290,6 +290,11 @@ class Sites:
         return self._modules.positions
 
     @property
+    def of_modules(self) -> bool:
+        """Whether the model is a module, whose inputs are known."""
+        return bool(self._modules.names)
+
+    @property
     def running(self) -> str:
         """The dotted name of the module that makes a call now."""
         return self._through[-1].module if self._through else self._modules.current

@@ -134,7 +134,7 @@ class Origin:
     log: tuple[Tensor, int] | None = None  # the scores, and the axis, whose log-softmax it is
     mixes: bool = False  # of a product: whether it is of positions, or sums over them
     foreign: bool = False  # whether no function of torch made it
-    opaque: bool = False  # whether it is the softmax of something foreign
+    opaque: bool = False  # whether it is a softmax of something that is no product
     made: str = ""  # of a context of one head: the module that made it
     edited: bool = False  # whether weights are more than moved: multiplied, clipped, ...
 
@@ -191,8 +191,7 @@ class Provenance:
         """Make the activations that a model is called with roots."""
         for tensor in tensors(given):
             if tensor.is_floating_point() and self._entry(tensor) is None:
-                self._roots += 1
-                self.mark(tensor, Origin(self._roots))
+                self.mark(tensor, self._new())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and follow where its result comes from."""
@@ -215,7 +214,7 @@ class Provenance:
         self.layouts.follow(func, args, kwargs, out)
         known, learned = self._argument(func, args, kwargs)
         if known is None:
-            if learned and func not in PRODUCTS and func not in _PROJECTIONS:
+            if learned:
                 self._mark_learned(args, out)
             return
         if func in _FORGET or func in _PROJECTIONS or (learned and func in PRODUCTS):
@@ -247,12 +246,13 @@ class Provenance:
     def _mark_learned(self, args: tuple[Any, ...], out: Any) -> None:
         """Mark what is computed from parameters alone: weights that are cast, scaled, turned.
 
-        Not learned queries, which are expanded over the samples: these are activations.
+        Learned queries, which are expanded over the samples, are activations with a root.
         """
         shape = args[0].shape if args and isinstance(args[0], Tensor) else None
         for tensor in tensors(out):
-            if tensor.is_floating_point() and (tensor.ndim <= 2 or tensor.shape == shape):
-                self.mark(tensor, _LEARNED)
+            if tensor.is_floating_point():
+                weight = tensor.ndim <= 2 or tensor.shape == shape
+                self.mark(tensor, _LEARNED if weight else self._new())
 
     def _argument(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -272,13 +272,21 @@ class Provenance:
     def _begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Origin | None:
         """Make a root where an unknown activation meets a parameter."""
         if func is F.embedding:
-            self._roots += 1
-            return Origin(self._roots)
+            return self._new()
         found = list(tensors((args, kwargs)))
         if func not in _PROJECTIONS and not any(self.learned(x) for x in found):
             return None
         activations = [x for x in found if not self.learned(x) and x.is_floating_point()]
-        return Origin(self.root(*activations[:1])) if activations else None
+        projects = func in _PROJECTIONS or func in PRODUCTS
+        if not activations:
+            return self._new() if projects else None
+        root = self.root(*activations[:1])
+        return Origin(root, foreign=not projects)
+
+    def _new(self) -> Origin:
+        """Make a root of its own."""
+        self._roots += 1
+        return Origin(self._roots)
 
 
 def _inherit(known: Origin, func: Any, args: Any, kwargs: Any, out: Tensor) -> Origin:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "active_transforms",
@@ -88,10 +91,9 @@ def plain(tensor: Tensor) -> Tensor:
     """
     while _is_functorch_tensor(tensor):
         tensor = _unwrapped(tensor)
-    if type(tensor) is Tensor or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):  # pyright: ignore
-        return tensor
-    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
-    return tensor if own else tensor.as_subclass(Tensor)
+    if type(tensor) is Tensor or is_traceable_wrapper_subclass(tensor):
+        return tensor  # pyright: ignore[reportReturnType]
+    return tensor if _dispatches(tensor) else tensor.as_subclass(Tensor)
 
 
 @contextlib.contextmanager
@@ -112,5 +114,10 @@ def unobserved(values: Tensor) -> Iterator[None]:
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values, whoever may read them: not on the meta device, nor fake."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
-    return fake is None and not tensor.is_meta and not own
+    return fake is None and not tensor.is_meta and not _dispatches(tensor)
+
+
+def _dispatches(tensor: Tensor) -> bool:
+    """Whether the subclass of a tensor computes operations by itself."""
+    own = getattr(type(tensor), "__torch_dispatch__", None)
+    return own is not torch._C._disabled_torch_dispatch_impl

@@ -16,6 +16,6 @@ def traces(*inputs: Any) -> bool:
 
 def node_of(layer: nn.Module, *inputs: Any, **options: Any) -> Any:
     """Give the node of a call of the layer, which depends on values and is not traced."""
-    tracer = next(x.tracer for x in inputs if isinstance(x, fx.Proxy))
+    tracer: Any = next(x.tracer for x in inputs if isinstance(x, fx.Proxy))
     given = {name: value for name, value in options.items() if value is not None}
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), inputs, given)  # pyright: ignore[reportAttributeAccessIssue]

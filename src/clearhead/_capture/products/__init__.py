@@ -4,5 +4,18 @@ from __future__ import annotations
 
 from clearhead._capture.products.axes import Axes, ValueProduct, axes_of
 from clearhead._capture.products.description import described
+from clearhead._capture.products.unfollowed import (
+    is_by_position,
+    mixing_reason,
+    sums_positions,
+)
 
-__all__ = ["Axes", "ValueProduct", "axes_of", "described"]
+__all__ = [
+    "Axes",
+    "ValueProduct",
+    "axes_of",
+    "described",
+    "is_by_position",
+    "mixing_reason",
+    "sums_positions",
+]
