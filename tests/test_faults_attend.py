@@ -288,7 +288,7 @@ def test_a_subclass_has_gradients_and_is_watched() -> None:
 def test_float8_is_refused_by_name(impl: Any, dtype: torch.dtype, first: float) -> None:
     x = torch.full((1, 2, 4, 8), first)
     small = torch.full((4, 4), first).to(dtype)
-    match = "float64, float32, bfloat16 or float16; got float8"
+    match = r"float64, float32, bfloat16 or float16\); got (torch\.)?float8"
     with pytest.raises(TypeError, match=match):
         ch.attend(x.to(dtype), x.to(dtype), x.to(dtype), impl=impl)
     with pytest.raises(TypeError, match="bias: .*" + match):

@@ -37,7 +37,7 @@ inline void add_exactly(float* high, float* low, f x) {
 
 // Tiles after which a running sum over the sources is added to an exact one, so that its error does not grow with their
 // number. Calls with at most as many tiles have one running sum.
-constexpr int64_t kFoldTiles = 16;
+constexpr int64_t kFoldTiles = 32;
 
 // The memory of one work item, handed out from one allocation; without a base it only counts the bytes.
 struct Arena {

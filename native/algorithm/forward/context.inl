@@ -45,28 +45,18 @@ struct Context {
   }
 
   // Adds the sums so far to the exact ones, which are scaled to the maximum so far, and begins new ones.
-  void fold(const Exponent& exponent, const float* row_max) {
-    if (!folded) begin_folding(row_max);
+  CLEARHEAD_NOINLINE void fold(const Exponent& exponent, const float* row_max) {
     begin(low_bits(W));
-    alignas(64) float shrink[lanes];
-    for (int at = 0; at < lanes; at += N)
-      Vec::store(shrink + at, exponent.exp(Vec::sub(Vec::load(folded_max + at), Vec::load(row_max + at))));
-    std::memcpy(folded_max, row_max, sizeof shrink);
-    for (int64_t i = 0; i < call.value_dim * W; ++i) {
-      const f factor = Vec::load(shrink + i % W * N);
-      Vec::store(high + i * N, Vec::mul(Vec::load(high + i * N), factor));
-      Vec::store(low + i * N, Vec::mul(Vec::load(low + i * N), factor));
-      add_exactly(high + i * N, low + i * N, Vec::load(sum + i * N));
-    }
-    begun = 0;
+    if (folded) add_to_exact(exponent, row_max);
+    else begin_folding();
+    std::memcpy(folded_max, row_max, sizeof(float) * lanes);
+    begun = 0, folded = true;
   }
 
   // After the last tile; rows that read nothing have a sum of 0.
   void finish(const Exponent& exponent, const float* row_max) {
-    if (!folded) return begin(low_bits(W));
-    fold(exponent, row_max);
-    for (int64_t i = 0; i < call.value_dim * W; ++i)
-      Vec::store(sum + i * N, Vec::add(Vec::load(high + i * N), Vec::load(low + i * N)));
+    begin(low_bits(W));
+    if (folded) add_exact(exponent, row_max);
   }
 
   bool all_finite_sums() const {
@@ -119,11 +109,35 @@ struct Context {
   // The features of the exact sums, which only calls of many tiles need
   int64_t some_folded() const { return call.source > kFoldTiles * kTile - 8 ? call.value_dim : 0; }
 
-  void begin_folding(const float* row_max) {
-    folded = true;
-    std::memset(high, 0, sizeof(float) * call.value_dim * lanes);
+  void begin_folding() {
+    std::memcpy(high, sum, sizeof(float) * call.value_dim * lanes);
     std::memset(low, 0, sizeof(float) * call.value_dim * lanes);
-    std::memcpy(folded_max, row_max, sizeof(float) * lanes);
+  }
+
+  void find_shrink(const Exponent& exponent, const float* row_max, float* shrink) const {
+    for (int at = 0; at < lanes; at += N)
+      Vec::store(shrink + at, exponent.exp(Vec::sub(Vec::load(folded_max + at), Vec::load(row_max + at))));
+  }
+
+  void add_to_exact(const Exponent& exponent, const float* row_max) {
+    alignas(64) float shrink[lanes];
+    find_shrink(exponent, row_max, shrink);
+    for (int64_t i = 0; i < call.value_dim * W; ++i) {
+      const f factor = Vec::load(shrink + i % W * N);
+      Vec::store(high + i * N, Vec::mul(Vec::load(high + i * N), factor));
+      Vec::store(low + i * N, Vec::mul(Vec::load(low + i * N), factor));
+      add_exactly(high + i * N, low + i * N, Vec::load(sum + i * N));
+    }
+  }
+
+  CLEARHEAD_NOINLINE void add_exact(const Exponent& exponent, const float* row_max) {
+    alignas(64) float shrink[lanes];
+    find_shrink(exponent, row_max, shrink);
+    for (int64_t i = 0; i < call.value_dim * W; ++i) {
+      const f factor = Vec::load(shrink + i % W * N);
+      const f rest = Vec::fma(Vec::load(low + i * N), factor, Vec::load(sum + i * N));
+      Vec::store(sum + i * N, Vec::fma(Vec::load(high + i * N), factor, rest));
+    }
   }
 
   // Readings show the weights before dropout, the context sums those that are kept; `write` scales them.

@@ -60,7 +60,7 @@ struct OnlineSoftmax {
   }
 
   // Adds the sums so far to the exact ones, which are scaled to the maximum so far, and begins new ones.
-  void fold() {
+  CLEARHEAD_NOINLINE void fold() {
     if (!folded) begin_folding();
     for (int at = 0; at < lanes; at += N) {
       const f most = Vec::load(row_max + at), drop = Vec::sub(Vec::load(folded_max + at), most);

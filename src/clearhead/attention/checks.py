@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 # Other floats have no arithmetic in torch (float8, float4).
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NUMBERS = "float64, float32, bfloat16 or float16"
+_NUMBERS = "floating-point numbers (float64, float32, bfloat16 or float16)"
 
 _WEIGHTS = "read=readings.Weights(), which makes the answer (context, weights)"
 # What an argument of another function is called here.
@@ -135,7 +135,7 @@ def floats(name: str, given: Any, hint: str) -> None:
         return
     got = type(given).__name__
     if isinstance(given, Tensor):
-        got = str(given.dtype).replace("torch.", "")
+        got = str(given.dtype)
         hint = _conversion(given.dtype) if given.is_floating_point() else hint
     raise type_error(name, f"is a tensor of {_NUMBERS}", got=got, hint=hint)
 

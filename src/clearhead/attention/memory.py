@@ -36,7 +36,10 @@ def check_readings(read: tuple[Reading, ...], problem: Problem) -> None:
         return
     free = free_bytes(problem.query.device)
     if free is not None and sum(needed) > free:
-        largest, size = max(zip(read, needed, strict=True), key=lambda pair: pair[1])
+        pairs = [*zip(read, needed, strict=True)]
+        largest, size = max(pairs, key=lambda pair: pair[1])
+        if largest.whole_map:
+            size = sum(own for reading, own in pairs if reading.whole_map)
         raise _too_large(largest, f"{size:,} bytes, with {free:,} free", problem)
 
 
@@ -48,7 +51,7 @@ def _too_large(reading: Reading, got: str, problem: Problem) -> ValueError:
         name,
         f"is small enough for the value of {shown} to fit in memory",
         got=got,
-        shapes={"query": problem.query, "key": problem.key},
+        shapes={"weights": (*problem.query.shape[:-1], problem.sizes.source)},
         hint=hint,
     )
 
