@@ -45,6 +45,8 @@ def attached(
             yield entered
     finally:
         _patched.leave(entered)
+        modules.notify_nobody()
+        entered.provenance.notify_nobody()
 
 
 def active_handlers(model: Any) -> list[Handler]:

@@ -105,9 +105,7 @@ class Modules:
         self.scripted: set[str] = set()
         self.fast = False
         self._learning = True
-        self.on_start: Callable[[str], None] = lambda name: None
-        self.on_end: Callable[[str, int | None], None] = lambda name, count: None
-        self.on_inputs: Callable[[Any], None] = lambda given: None
+        self.notify_nobody()
         self._stack: list[str] = []
         self._given: list[Any] = []
         self._thread, self._task, self._token = threading.get_ident(), _current_task(), object()
@@ -119,6 +117,12 @@ class Modules:
             else:
                 self.names[id(module)] = name
         self.eager = len(named) == len(self._modules) and not self.compiled
+
+    def notify_nobody(self) -> None:
+        """Forget who is notified: after a block, a cycle would keep what was recorded in it."""
+        self.on_start: Callable[[str], None] = lambda name: None
+        self.on_end: Callable[[str, int | None], None] = lambda name, count: None
+        self.on_inputs: Callable[[Any], None] = lambda given: None
 
     @property
     def here(self) -> bool:

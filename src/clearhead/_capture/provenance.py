@@ -149,8 +149,12 @@ class Provenance:
     def __init__(self) -> None:
         self._table: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self._roots = 0
-        self.on_error: Callable[[Any, Exception], None] = lambda func, error: None
+        self.notify_nobody()
         self.layouts = Layouts()
+
+    def notify_nobody(self) -> None:
+        """Forget who is notified of functions whose results cannot be followed."""
+        self.on_error: Callable[[Any, Exception], None] = lambda func, error: None
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
