@@ -40,33 +40,73 @@ inline void make_heap(uint64_t* keys, int64_t count) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(keys, count, i);
 }
 
-// Sorts keys that differ, the largest first.
-void sort_largest(uint64_t* keys, int64_t count) {
-  make_heap(keys, count);
-  for (; count > 1; --count) swap_keys(keys[0], keys[count - 1]), sift_down(keys, count - 1, 0);
+constexpr int64_t kRun = 32;  // keys that are sorted by their ranks
+
+// Sorts a few keys that differ, the largest first: the rank of a key is the number of larger ones. No branch depends on
+// the keys.
+inline void sort_run(uint64_t* keys, int64_t count, uint64_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t rank = 0;
+    for (int64_t j = 0; j < count; ++j) rank += keys[j] > keys[i];
+    to[rank] = keys[i];
+  }
 }
 
-// Moves the largest `wanted` of keys that differ to the front, by partitions; a heap bounds the time of an unlucky
-// order.
+// Merges two sorted lists; no branch depends on the keys while both have some.
+inline void merge_largest(const uint64_t* a, const uint64_t* a_end, const uint64_t* b, const uint64_t* b_end,
+                          uint64_t* to) {
+  while (a < a_end && b < b_end) {
+    const bool left = *a > *b;
+    *to++ = left ? *a : *b;
+    a += left, b += !left;
+  }
+  while (a < a_end) *to++ = *a++;
+  while (b < b_end) *to++ = *b++;
+}
+
+// Sorts keys that differ, the largest first. `room` holds as many keys.
+void sort_largest(uint64_t* keys, int64_t count, uint64_t* room) {
+  uint64_t *from = room, *to = keys;
+  for (int64_t i = 0; i < count; i += kRun) sort_run(keys + i, min(kRun, count - i), room + i);
+  for (int64_t run = kRun; run < count; run *= 2) {
+    for (int64_t i = 0; i < count; i += 2 * run) {
+      const int64_t middle = min(i + run, count), last = min(i + 2 * run, count);
+      merge_largest(from + i, from + middle, from + middle, from + last, to + i);
+    }
+    uint64_t* const merged = to;
+    to = from, from = merged;
+  }
+  if (from != keys) std::memcpy(keys, from, sizeof(uint64_t) * count);
+}
+
+inline uint64_t median(uint64_t a, uint64_t b, uint64_t c) {
+  const uint64_t low = a < b ? a : b, high = a < b ? b : a;
+  return c < low ? low : c > high ? high : c;
+}
+
+// Moves the largest `wanted` of keys that differ to the front, by partitions without a branch that depends on the keys;
+// a heap bounds the time of an unlucky order.
 void select_largest(uint64_t* keys, int64_t count, int64_t wanted) {
   int64_t first = 0, last = count, passes = 0;
   while (last - first > 8 && ++passes < 48) {
-    uint64_t &low = keys[first], &middle = keys[first + (last - first) / 2], &high = keys[last - 1];
-    if (low < middle) swap_keys(low, middle);
-    if (middle < high) swap_keys(middle, high);
-    if (low < middle) swap_keys(low, middle);
-    const uint64_t pivot = middle;
-    int64_t left = first, right = last - 1;
-    for (;; ++left, --right) {
-      while (keys[left] > pivot) ++left;
-      while (keys[right] < pivot) --right;
-      if (left >= right) break;
-      swap_keys(keys[left], keys[right]);
+    const uint64_t pivot = median(keys[first], keys[first + (last - first) / 2], keys[last - 1]);
+    // Keys before `at` are above the pivot, the others, which it is one of, are not.
+    int64_t at = first;
+    for (int64_t i = first; i < last; ++i) {
+      const uint64_t key = keys[i];
+      keys[i] = keys[at], keys[at] = key;
+      at += key > pivot;
     }
-    // Everything before `left` is at least the pivot, and everything from `left` on at most the pivot.
-    if (wanted == left) return;
-    if (wanted < left) last = left;
-    else first = left;
+    if (wanted == at) return;
+    if (wanted < at) {
+      last = at;
+    } else {
+      // The pivot is the largest of the rest.
+      for (int64_t i = at; i < last; ++i)
+        if (keys[i] == pivot) swap_keys(keys[i], keys[at]), i = last;
+      if (wanted == ++at) return;
+      first = at;
+    }
   }
   make_heap(keys + first, wanted - first);
   for (int64_t i = wanted; i < last; ++i)

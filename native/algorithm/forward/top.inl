@@ -17,7 +17,7 @@ struct TopList {
   const int64_t capacity;  // of the candidates of a lane, 0 for short lists
   // [rank][lane]; the sources are int32 numbers, which only move. With candidates the score that enters must be above.
   float *scores, *sources;
-  uint64_t* candidates;  // [lane][capacity]
+  uint64_t *candidates, *room;  // [lane][capacity] and what sorting one lane takes
   int64_t* counts;
 
   TopList(const Queries& queries, Arena& arena)
@@ -30,6 +30,7 @@ struct TopList {
         scores(arena.take<float>(length * lanes)),
         sources(arena.take<float>(length * lanes)),
         candidates(arena.take<uint64_t>(capacity * lanes)),
+        room(arena.take<uint64_t>(capacity ? call.top : 0)),
         counts(arena.take<int64_t>(capacity ? lanes : 0)) {}
 
   void start() {
@@ -52,7 +53,7 @@ struct TopList {
     for (int64_t lane = 0; capacity && lane < queries.count; ++lane) {
       uint64_t* keys = candidates + lane * capacity;
       if (counts[lane] > call.top) keep_largest(lane);
-      sort_largest(keys, counts[lane]);
+      sort_largest(keys, counts[lane], room);
     }
   }
 
