@@ -26,7 +26,7 @@ struct TopList {
         length(!call.top              ? 0
                : call.top > kShortTop ? 1
                                       : kShortTop),
-        capacity(call.top > kShortTop ? min(call.top + max(call.top, kTile), max(call.source, 1)) : 0),
+        capacity(call.top > kShortTop ? min(call.top + max(2 * call.top, 2 * kTile), max(call.source, 1)) : 0),
         scores(arena.take<float>(length * lanes)),
         sources(arena.take<float>(length * lanes)),
         candidates(arena.take<uint64_t>(capacity * lanes)),
@@ -116,16 +116,38 @@ struct TopList {
   // Each source that is above the k-th largest score so far goes into the lane's candidates. When these are full, the k
   // largest stay: a source costs the same few operations whatever k is, also where the scores rise.
   void gather_long(const float* tile, int64_t from, int64_t n, int lane) {
+    uint64_t above[kTile];
+    int64_t found = 0;
+    const f worst = Vec::load(scores + lane);
     for (int64_t s = 0; s < n; ++s) {
-      const f score = Vec::load(tile + s * lanes);
-      uint64_t above = Vec::greater(score, Vec::load(scores + lane));
-      for (; above; above &= above - 1) {
-        const int at = lane + __builtin_ctzll(above);
+      above[s] = Vec::greater(Vec::load(tile + s * lanes), worst);
+      found += __builtin_popcountll(above[s]);
+    }
+    if (found > n * N / 4) {
+      for (int j = 0; j < N; ++j) append_column(tile + j, from, n, lane + j);
+      return;
+    }
+    for (int64_t s = 0; s < n; ++s)
+      for (uint64_t bits = above[s]; bits; bits &= bits - 1) {
+        const int at = lane + __builtin_ctzll(bits);
         const float number = tile[s * lanes + at - lane];
         if (counts[at] == capacity) keep_largest(at);
         if (number > scores[at]) candidates[at * capacity + counts[at]++] = key_of(number, (int32_t)(from + s));
       }
+  }
+
+  // The same of one lane, most of whose scores may enter: no branch depends on them.
+  void append_column(const float* column, int64_t from, int64_t n, int lane) {
+    if (counts[lane] + n > capacity) keep_largest(lane);
+    uint64_t* const keys = candidates + lane * capacity;
+    const float worst = scores[lane];
+    int64_t count = counts[lane];
+    for (int64_t s = 0; s < n; ++s) {
+      const float number = column[s * lanes];
+      keys[count] = key_of(number, (int32_t)(from + s));
+      count += number > worst;
     }
+    counts[lane] = count;
   }
 
   void keep_largest(int64_t lane) {
