@@ -93,14 +93,24 @@ def test_lists_hold_the_top_sources(size: int) -> None:
         assert entry["top_encoding"] == "planes"
         planes = np.frombuffer(data[: 8 * size], np.uint8).reshape(2, 4, size).astype(int)
         ids = (planes[0] + 256 * planes[1]).cumsum(0).T
-        values = of_codes(data[8 * size :], 6).reshape(4, size).T
+        values = of_codes(data[8 * size :], 5).reshape(4, size).T
         for row in range(0, size, 97):
-            kept = {s: w for s, w in zip(sources[row], weights[row], strict=True) if w >= 2**-9}
+            kept = {s: w for s, w in zip(sources[row], weights[row], strict=True) if w >= 2**-8}
             shown = {s: w for s, w in zip(ids[row], values[row], strict=True) if w > 0}
             assert set(shown) == set(kept)
-            assert all(abs(math.log2(shown[s] / kept[s])) <= 1 / 12 + 1e-6 for s in kept)
+            assert all(abs(math.log2(shown[s] / kept[s])) <= 1 / 10 + 1e-6 for s in kept)
     mean = of_codes(chunks["block/1/0/2"][:25], 16).reshape(5, 5)
     np.testing.assert_allclose(mean, tiles.mean[1, 2], rtol=0.023)
+
+
+@pytest.mark.parametrize("pack", ["top_values", "top_planes"])
+def test_sources_take_the_bytes_that_the_page_reads(pack: str) -> None:
+    # Above 65,535 positions each takes four bytes, also where a head looks at the first ones.
+    from clearhead.views.page import codes
+
+    weights, sources = torch.ones(3, 2) / 2, torch.tensor([[0, 1]] * 3)
+    sizes = {n: len(getattr(codes, pack)(weights, sources, n)) for n in (65_535, 65_536)}
+    assert sizes[65_536] - sizes[65_535] == 3 * 2 * 2
 
 
 def test_what_is_too_large_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +179,21 @@ def test_a_view_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
     [
         (lambda: ch.record_from([0.9, 0.1]), r"weights: has the axes .*\n.*\(2,\)"),
         (lambda: ch.record_from([[-1.0, 2.0]]), "weights: are 0 or more"),
+        (lambda: ch.record_from([[1.0, np.inf]]), "at most 1; got 1 to inf"),
+        (lambda: ch.record_from([[3.0, 2.0]]), "divided by their largest"),
         (lambda: ch.record_from("attention"), "weights: is an array of numbers"),
+        (lambda: ch.record_from(np.array([["0.5"]])), "weights: is an array of numbers"),
+        (lambda: ch.record_from(torch.ones(2, 2, dtype=torch.complex64)), "array of numbers"),
+        (lambda: ch.record_from([torch.ones(2, 2), torch.ones(3, 3)]), "equal size"),
+        (lambda: ch.record_from([torch.ones(1, 2, 3, 3)] * 2), r"stack\(weights\)\[:, 0\]"),
+        (lambda: ch.record_from(np.ones((1, 0, 3, 3))), "none of them empty"),
+        (
+            lambda: ch.record_from(np.eye(2), [7, 9]),
+            "tokens: is a list of strings.*\\n.*convert_ids",
+        ),
+        (lambda: ch.record_from(np.eye(2), 3), "tokens: is a list of strings"),
+        (lambda: ch.record_from(np.ones((2, 3)) / 3, (["a"], list("xyz"))), "for each query"),
+        (lambda: ch.record_from(np.ones((2, 3)) / 3, (list("ab"), list("x"))), "for each source"),
         (lambda: ch.record_from(np.eye(3), ["a"]), "tokens: has one label for each source"),
         (lambda: ch.view(watched(readings.Entropy())), "holds what a map is drawn of"),
         (lambda: ch.view([]), "is what watch\\(\\) gave"),
@@ -202,6 +226,56 @@ def test_the_command_writes_pages(
     assert main(["view", "missing.seen"]) == 2
     (tmp_path / "cut.seen").write_bytes((tmp_path / "a.seen").read_bytes()[:100])
     assert main(["view", "cut.seen"]) == 2
+
+
+def test_a_pair_of_labels_is_cross_attention() -> None:
+    weights = torch.rand(2, 3, 4, 6).softmax(-1)
+    header, _ = ch.record_from(weights, (list("abcd"), list("uvwxyz"))).pages()
+    assert [axis["labels"] for axis in header["axes"]] == [[list("abcd")], [list("uvwxyz")]]
+    for entry in header["layers"]:
+        assert (entry["kind"], entry["query_axis"], entry["source_axis"]) == ("cross", 0, 1)
+        assert (entry["queries"], entry["sources"], entry["offset"]) == (4, 6, 0)
+    # With more queries than sources no alignment is known.
+    (entry,) = ch.record_from(torch.rand(6, 4).softmax(-1)).pages()[0]["layers"]
+    assert (entry["kind"], entry["offset"]) == ("cross", 0)
+
+
+def test_an_encoder_and_a_decoder_have_their_own_labels() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    with torch.no_grad(), ch.watch(model, read=readings.Weights()) as seen:
+        model(torch.randn(2, 6, 8), torch.randn(2, 4, 8))
+    header, _ = ch.view(seen, (list("abcd"), [list("uvwxyz"), list("UVWXYZ")])).shown.pages()
+    assert header["axes"][0]["labels"] == [list("abcd")] * 2
+    assert header["axes"][1]["labels"] == [list("uvwxyz"), list("UVWXYZ")]
+    found = {
+        entry["module"]: (entry["kind"], entry["query_axis"], entry["source_axis"])
+        for entry in header["layers"]
+    }
+    assert found == {
+        "encoder.layers.0.self_attn": ("self", 1, 1),
+        "decoder.layers.0.self_attn": ("self", 0, 0),
+        "decoder.layers.0.multihead_attn": ("cross", 0, 1),
+    }
+
+
+class Foreign:
+    """An array of another library, which numpy can read."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.eye(3, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [Foreign(), [[1, 0, 0], [0, 1, 0], [0, 0, 1]], np.eye(3, dtype=bool), list(torch.eye(3)),
+     torch.eye(3, requires_grad=True), tuple(np.eye(3)), np.asfortranarray(np.eye(3))[::1]],
+    ids=["foreign", "lists", "bool", "rows", "graph", "tuple", "strides"],
+)  # fmt: skip
+def test_arrays_of_any_library(given: Any) -> None:
+    (layer,) = ch.record_from(given).layers
+    assert layer.weights is not None
+    assert torch.equal(layer.weights, torch.eye(3)[None, None])
 
 
 def test_what_was_made_can_be_titled() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from clearhead.masks import Mask
 from clearhead.readings import BlockMap, BlockMapValue, Strip, TopK, TopKValue
 from clearhead.recording import Record, Seen
 from clearhead.views.page import codes
+from clearhead.views.page.axes import Axis, CallPlace, axes_of, is_pair
 
 __all__ = ["Shown", "record_from", "shown_of"]
 
@@ -48,6 +50,7 @@ class MapLayer:
     weights: Tensor | None = None
     top: TopKValue | None = None
     blocks: BlockMapValue | None = None
+    axes: tuple[int, int] = (0, 0)  # of its queries and of its sources
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,7 @@ class Shown:
     """Attention calls, their tokens, and what is said of them."""
 
     layers: tuple[MapLayer, ...]
-    queries: list[list[str]] | None = None  # labels, one list a sample
-    sources: list[list[str]] | None = None
+    axes: tuple[Axis, ...] = (Axis("tokens"),)
     notes: tuple[str, ...] = ()
     prompt: int | None = None
     title: str = "Attention"
@@ -67,14 +69,9 @@ class Shown:
         chunks: dict[str, bytes] = {}
         total = sum(x.weights.numel() for x in self.layers if x.weights is not None)
         written = [_written(e, x, total, chunks) for e, x in enumerate(self.layers)]
-        cross = any(x.kind == "cross" for x in self.layers)
-        axes: list[dict[str, Any]] = [{"name": "tokens", "labels": self.queries}]
+        axes: list[dict[str, Any]] = [asdict(axis) for axis in self.axes]
         if self.prompt is not None:
             axes[0]["prompt"] = self.prompt
-        if cross:
-            axes.append({"name": "sources", "labels": self.sources})
-        for entry, layer in zip(written, self.layers, strict=True):
-            entry["source_axis"] = 1 if layer.kind == "cross" else 0
         names = _statistics(self.layers, chunks)
         header = {
             "schema": SCHEMA,
@@ -97,8 +94,15 @@ class Shown:
         }  # fmt: skip
         return header, chunks
 
+    def changed(self, tokens: Any = None, title: str | None = None) -> Shown:
+        """The same with other labels, or another title."""
+        axes = list(self.axes)
+        if tokens is not None:
+            axes, _ = axes_of([CallPlace(x.kind, x.module, x.sizes) for x in self.layers], tokens)
+        return replace(self, axes=tuple(axes), title=title or self.title)
 
-def record_from(weights: Any, tokens: Sequence[str] | None = None) -> Shown:
+
+def record_from(weights: Any, tokens: Any = None) -> Shown:
     """Take weights that something else made, to show them: (query, source) up to four axes.
 
     >>> import numpy as np
@@ -106,40 +110,62 @@ def record_from(weights: Any, tokens: Sequence[str] | None = None) -> Shown:
     >>> len(shown.layers), tuple(shown.layers[0].sizes)
     (1, (1, 1, 3, 3))
 
-    Axes are read from the right as (layer, head, query, source); numpy, torch and whatever torch
-    can convert. Weights are 0 or more; NaN is shown as such. `tokens` label the positions; where
-    there are fewer queries than sources they label the sources, and the queries are the last ones.
+    Axes are read from the right as (layer, head, query, source); numpy, torch and whatever numpy
+    can convert. Weights are between 0 and 1; NaN is shown as such. `tokens` label the positions;
+    where there are fewer queries than sources they label the sources, and the queries are the last
+    ones. A pair (labels of the queries, labels of the sources) is cross attention.
     """
     maps = _as_maps(weights)
     many, heads, query, source = maps.shape
-    labels = None if tokens is None else _labels("tokens", tokens, 1, source)
+    kind = "cross" if is_pair(tokens) or query > source else "self"
+    sizes = Sizes(1, heads, query, source)
+    axes, at = axes_of([CallPlace(kind, f"layers.{n}", sizes) for n in range(many)], tokens)
     layers = tuple(
-        MapLayer(n, f"layers.{n}", 0, "self", tuple(range(heads)), Sizes(1, heads, query, source),
-                 weights=maps[n][None])
+        MapLayer(n, f"layers.{n}", 0, kind, tuple(range(heads)), sizes, weights=maps[n][None],
+                 axes=at[n])
         for n in range(many)
     )  # fmt: skip
-    return Shown(layers, labels, labels, ("the mask is not known: blocked cells are shown as 0",))
+    return Shown(layers, tuple(axes), ("the mask is not known: blocked cells are shown as 0",))
 
 
 def _as_maps(weights: Any) -> Tensor:
-    try:
-        maps = torch.as_tensor(weights).detach().to("cpu", torch.float32)
-    except (TypeError, ValueError, RuntimeError) as error:
-        rule = f"is an array of numbers ({error})"
-        raise type_error("weights", rule, got=type(weights).__name__) from None
-    if not 2 <= maps.ndim <= 4:
+    maps = _as_numbers(weights)
+    if not 2 <= maps.ndim <= 4 or not maps.numel():
+        listed = isinstance(weights, (list, tuple))
+        stacked = "torch.stack(weights)[:, 0]" if listed else "weights[:, 0]"
         raise value_error(
             "weights",
-            "has the axes (layer, head, query, source), or the last two or three of them",
+            "has the axes (layer, head, query, source), or the last two or three of them, none "
+            "of them empty",
             shapes={"weights": tuple(maps.shape)},
-            hint="weights[None] adds an axis; one sample of a batch is weights[:, 0]",
+            hint=f"weights[None] adds an axis; one sample of a batch is {stacked}",
         )
-    if (maps < 0).any():
-        hint = "scores go through softmax first"
-        raise value_error(
-            "weights", "are 0 or more", got=float(maps.nan_to_num(0).min()), hint=hint
-        )
+    least, largest = (float(x) for x in maps.nan_to_num(0, posinf=float("inf")).aminmax())
+    # Half precision rounds a weight of 1 up by less than this.
+    if least < 0 or largest > 1.01:
+        hint = "scores go through softmax first; other numbers are divided by their largest"
+        got = f"{least:g} to {largest:g}"
+        raise value_error("weights", "are 0 or more, and at most 1", got=got, hint=hint)
     return maps.reshape((1,) * (4 - maps.ndim) + tuple(maps.shape))
+
+
+def _as_numbers(weights: Any) -> Tensor:
+    """A tensor, an array or lists of them as float32 on the CPU."""
+    try:
+        if isinstance(weights, (list, tuple)) and any(isinstance(x, Tensor) for x in weights):
+            weights = torch.stack([x.detach().cpu() for x in weights])
+        given = weights if isinstance(weights, Tensor) else np.asarray(weights)
+        if isinstance(given, np.ndarray):
+            # Other libraries' bfloat16 is of the kind "V".
+            known = given.dtype.kind in "biufV"
+            given = torch.from_numpy(given.astype(np.float32)) if known else None
+        if given is not None and not given.is_complex():
+            return given.detach().to("cpu", torch.float32)
+        problem = ""
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        problem = f" ({error})"
+    rule = f"is an array of numbers{problem}"
+    raise type_error("weights", rule, got=type(weights).__name__) from None
 
 
 def shown_of(
@@ -147,29 +173,24 @@ def shown_of(
 ) -> Shown:
     """Take records of `watch`, or what `record_from` made, and the labels of their positions."""
     if isinstance(seen, Shown):
-        return seen if title is None else _titled(seen, title)
-    records = [seen] if isinstance(seen, Record) else list(seen)
+        return seen.changed(tokens, title)
+    records = [seen] if isinstance(seen, Record) else _records(seen)
     if not records or not all(isinstance(record, Record) for record in records):
         got = type(seen).__name__ if records else "no record"
         hint = "record_from(weights, tokens) takes arrays"
         raise type_error("seen", "is what watch() gave, or a record of it", got=got, hint=hint)
-    layers = tuple(_layer_of(record) for record in records)
-    notes = list(seen.notes) if isinstance(seen, Seen) else []
-    own = [x for x in layers if x.kind == "self"] or list(layers)
-    most = max(x.sizes.source for x in own)
-    batch = max(x.sizes.batch for x in layers)
-    labels = None if tokens is None else _labels("tokens", tokens, batch, most)
+    axes, at = axes_of([CallPlace(r.kind, r.module, r.sizes) for r in records], tokens)
+    layers = tuple(_layer_of(record, pair) for record, pair in zip(records, at, strict=True))
+    notes = tuple(seen.notes) if isinstance(seen, Seen) else ()
     prompt = records[0].prompt
-    return Shown(layers, labels, None, tuple(notes), prompt, title or "Attention of a model")
+    return Shown(layers, tuple(axes), notes, prompt, title or "Attention of a model")
 
 
-def _titled(shown: Shown, title: str) -> Shown:
-    from dataclasses import replace
-
-    return replace(shown, title=title)
+def _records(seen: Any) -> list[Any]:
+    return list(seen) if isinstance(seen, Sequence) else [seen]
 
 
-def _layer_of(record: Record) -> MapLayer:
+def _layer_of(record: Record, axes: tuple[int, int]) -> MapLayer:
     values = list(_values(record.value))
     top = next((x for x in values if isinstance(x, TopKValue)), None)
     tiles = next((x for x in values if isinstance(x, BlockMapValue)), None)
@@ -189,7 +210,7 @@ def _layer_of(record: Record) -> MapLayer:
     sizes = record.sizes._replace(head=len(record.heads))
     return MapLayer(
         record.layer, record.module, record.call, record.kind, record.heads, sizes, record.mask,
-        record.check, rows, maps[0].float().cpu() if maps else None, top, tiles,
+        record.check, rows, maps[0].float().cpu() if maps else None, top, tiles, axes,
     )  # fmt: skip
 
 
@@ -198,19 +219,6 @@ def _values(value: Any) -> Iterator[Any]:
         yield from value
     else:
         yield value
-
-
-def _labels(name: str, tokens: Any, batch: int, source: int) -> list[list[str]]:
-    given = list(tokens)
-    lists = [given] * batch if all(isinstance(x, str) for x in given) else [list(x) for x in given]
-    if len(lists) != batch or any(len(x) != source for x in lists):
-        raise value_error(
-            name,
-            "has one label for each source, or one list of them for each sample",
-            got=f"{len(lists)} lists of {sorted({len(x) for x in lists})} labels",
-            shapes={"(sample, source)": (batch, source)},
-        )
-    return [[str(label) for label in each] for each in lists]
 
 
 def _written(index: int, layer: MapLayer, total: int, chunks: dict[str, bytes]) -> dict[str, Any]:
@@ -233,7 +241,7 @@ def _written(index: int, layer: MapLayer, total: int, chunks: dict[str, bytes]) 
             if top is not None and not whole:
                 pack = codes.top_planes if planes else codes.top_values
                 pair = (x[sample, head].cpu() for x in (top.weights.float(), top.sources))
-                chunks[f"top/{place}"] = pack(*pair)
+                chunks[f"top/{place}"] = pack(*pair, sizes.source)
             if tiles is not None and not whole:
                 mean, largest = (x[sample, head].float().cpu() for x in tiles)
                 chunks[f"block/{place}"] = codes.blocks(mean, largest)
@@ -247,7 +255,8 @@ def _written(index: int, layer: MapLayer, total: int, chunks: dict[str, bytes]) 
         "heads": list(layer.heads),
         "queries": sizes.query,
         "sources": sizes.source,
-        "query_axis": 0,
+        "query_axis": layer.axes[0],
+        "source_axis": layer.axes[1],
         "rows": None if layer.rows is None else list(layer.rows),
         "offset": sizes.source - sizes.query if layer.kind == "self" else 0,
         "mask": None if layer.mask is None else f"mask/0/{index}",
@@ -293,7 +302,7 @@ def _holds(layers: Sequence[MapLayer], total: int) -> list[str]:
     if any(x.weights is None and x.top is not None for x in layers):
         held.append("The largest weights of each query; the rest is given as a remainder.")
         if any(x.top is not None and x.sizes.query > LONG for x in layers):
-            held.append("Weights are held to 6%; those below 1/512 are part of the remainder.")
+            held.append(codes.COARSELY)
     if any(x.weights is None and x.blocks is not None for x in layers):
         held.append("The mean and the largest weight of each tile of the map.")
     return held

@@ -9,12 +9,13 @@ from torch import Tensor
 from clearhead._core import Sizes
 from clearhead.masks import Mask
 
-__all__ = ["blocks", "log_codes", "mask_runs", "row_sums", "top_planes", "top_values"]
+__all__ = ["COARSELY", "blocks", "log_codes", "mask_runs", "row_sums", "top_planes", "top_values"]
 
-# Steps an octave: a code is off by at most half a step, 2.2% and 6%.
-FINE, COARSE = 16, 6
+# Steps an octave: a code is off by at most half a step, 2.2% and 7.2%.
+FINE, COARSE = 16, 5
 # Weights below this are folded into the remainder of a coarse list.
-LEAST = 2.0**-9
+LEAST = 2.0**-8
+COARSELY = "Weights are held to 7.2%; those below 1/256 are part of the remainder."
 
 
 def log_codes(weights: Tensor, steps: int = FINE) -> bytes:
@@ -24,14 +25,14 @@ def log_codes(weights: Tensor, steps: int = FINE) -> bytes:
     return torch.where(weights.isnan(), 255, codes).to(torch.uint8).numpy().tobytes()
 
 
-def top_values(weights: Tensor, sources: Tensor) -> bytes:
+def top_values(weights: Tensor, sources: Tensor, source: int) -> bytes:
     """Write the sources (row, k), -1 for none, then their weights in half precision."""
-    kind = "<u2" if int(sources.max()) < 0xFFFF else "<u4"
+    kind = "<u4" if source > 0xFFFF else "<u2"
     ids = sources.numpy().astype(np.int64).astype(kind)
     return ids.tobytes() + weights.numpy().astype("<f2").tobytes()
 
 
-def top_planes(weights: Tensor, sources: Tensor) -> bytes:
+def top_planes(weights: Tensor, sources: Tensor, source: int) -> bytes:
     """Write the sources in ascending order as first differences, in planes of bytes; then codes.
 
     Each plane is (k, row), which deflates to about half of what pairs take.
@@ -45,7 +46,7 @@ def top_planes(weights: Tensor, sources: Tensor) -> bytes:
     sources, weights = sources.gather(-1, order), weights.gather(-1, order)
     known = sources.clamp(min=0).cummax(-1).values
     steps = known.diff(dim=-1, prepend=torch.zeros_like(known[:, :1])).T.numpy()
-    wide = 2 if int(known.max()) < 0xFFFF else 4
+    wide = 4 if source > 0xFFFF else 2
     planes = b"".join(((steps >> 8 * at) & 255).astype(np.uint8).tobytes() for at in range(wide))
     return planes + log_codes(torch.where(sources < 0, 0, weights).T.contiguous(), COARSE)
 
