@@ -185,6 +185,7 @@ class Right:
     lse: Tensor
     context_error: Tensor
     weight_error: Tensor
+    score_error: Tensor  # of the largest score of each row
 
 
 def right(drawn: Drawn) -> Right:
@@ -221,13 +222,14 @@ def right(drawn: Drawn) -> Right:
     error = (relative + rough) * (mixed @ v.abs()) + own * context.abs() + tiny
     if drawn.query.dtype == torch.float16:
         error = error + 6e-8
-    return Right(context, weights, scores, lse, error, weight_error)
+    score_error = eps * (8 + 2 * q.shape[-1] ** 0.5) * spread[..., 0]
+    return Right(context, weights, scores, lse, error, weight_error, score_error)
 
 
 READ = (
     readings.LogSumExp(), readings.Entropy(), readings.TopK(3), readings.Received(),
     readings.Distance(), readings.Mass(masks.first(2)), readings.BlockMap(4),
-    readings.Rows([-1, 0]), readings.TopK(11), readings.Weights(),
+    readings.Rows([-1, 0]), readings.TopK(11), readings.Weights(), readings.MaxScore(),
 )  # fmt: skip
 
 
@@ -256,6 +258,8 @@ def _check_reading(reading: Any, value: Any, answer: Right) -> None:
             answer.lse,
             1e-5 + 2e-5 * answer.lse.abs().nan_to_num(0, 0, 0) + _relative(e, w),
         )
+    elif name == "MaxScore":
+        _close(name, value, answer.scores.amax(-1), answer.score_error + 1e-37)
     elif name == "Entropy":
         surprise = torch.where(w > 0, answer.lse[..., None] - answer.scores, 0)
         size = (w * surprise.abs()).sum(-1) + 1

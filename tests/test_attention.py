@@ -60,15 +60,17 @@ class TestValues:
         read = (
             *(readings.Weights(), readings.Scores(), readings.LogSumExp(), readings.Entropy()),
             *(readings.Received(), readings.Distance(), readings.Mass(edges), readings.TopK(3)),
+            readings.MaxScore(),
         )
         context, values = implementation(**given, read=read)
-        weights, scores, lse, entropy, received, distance, mass, top = values
+        weights, scores, lse, entropy, received, distance, mass, top, largest = values
         assert torch.equal(context, implementation(**given))
         # Where scores are large, float32 cannot hold them better than this.
         size = np.abs(right.scores[np.isfinite(right.scores)]).max(initial=1.0)
         off = 4 * size * torch.finfo(torch.float32).eps * math.sqrt(max(case.head_dim, 1))
         close(scores, right.scores, off)
         close(weights, right.weights, off)
+        close(largest, right.scores.max(-1, initial=-np.inf), off)
         close(lse, right.lse, off)
         # These add up over sources or queries, or multiply by positions.
         more = off * max(case.query, case.sources, 8)
@@ -585,6 +587,7 @@ class TestWeights:
             readings.Rows([1, 2, 3]): (*both, 3, 7),
             readings.LogSumExp(): (*both, 5),
             readings.Entropy(): (*both, 5),
+            readings.MaxScore(): (*both, 5),
             readings.Distance(): (*both, 5),
             readings.Mass(masks.causal()): (*both, 5),
             readings.Received(): (*both, 7),

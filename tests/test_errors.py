@@ -171,6 +171,7 @@ def test_nested_tensors_get_a_pointer(layout: torch.layout) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
+        ("MaxLogit", r"readings.MaxScore\(\)"),
         ("scaled_dot_product_attention", "attend"), ("causal", "masks.causal"),
         ("Weights", "readings.Weights"), ("GPT", "models.GPT"), ("load", "models.load"),
         ("look", "clearhead look"), ("padding", "masks.lengths"), ("knockot", "knockout"),
@@ -294,3 +295,12 @@ def test_the_annotations_hold() -> None:
         checked(Q, K[..., :3], K)
     with pytest.raises(TypeCheckError):
         checked(Q, K, K, scale="1")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("MaxLogit", "MaxScore"), ("max_attention_logit", "MaxScore"), ("TopKs", "TopK")],
+)
+def test_readings_that_are_not_there_are_answered(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name}.*; did you mean {meant}"):
+        getattr(ch.readings, name)

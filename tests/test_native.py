@@ -53,7 +53,7 @@ def tensors(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> l
 READ = (
     readings.LogSumExp(), readings.Entropy(), readings.TopK(3), readings.Received(),
     readings.BlockMap(3), readings.Mass(masks.first(2)), readings.Distance(),
-    readings.Rows([0, -1]), readings.Weights(),
+    readings.Rows([0, -1]), readings.Weights(), readings.MaxScore(),
 )  # fmt: skip
 
 
@@ -562,3 +562,41 @@ class TestLongCaches:
         k[:, :, ~edges], v[:, :, ~edges] = torch.nan, torch.inf
         assert right.isfinite().all()
         assert torch.equal(attend(q, k, v, mask), right)
+
+
+class TestLargestScores:
+    def test_sinks_do_not_count(self, isa: str) -> None:
+        q, k, v = tensors(2, 3, 7, 8)
+        sinks = torch.tensor([50.0, -50.0, 0.0])
+        mask = masks.causal() & ~masks.first(1)
+        for source in (7, 300):  # blocks, and the kernel for decoding
+            k, v = (torch.randn(2, 3, source, 8) for _ in range(2))
+            for given in ({}, {"sinks": sinks}, {"softcap": 3.0}, {"scale": -0.5}):
+                for rows in (7, 2):
+                    args = (q[:, :, :rows], k, v, mask)
+                    _, (most, scores) = attend(
+                        *args, **given, read=(readings.MaxScore(), readings.Scores())
+                    )
+                    right = scores.double().amax(-1)
+                    assert torch.equal(most.isinf(), right.isinf())
+                    gap = (most - right).nan_to_num(0).abs().max()
+                    assert gap <= 8 * torch.finfo(torch.float32).eps * (1 + scores.abs().nan_to_num(
+                        posinf=0, neginf=0).max())  # fmt: skip
+
+    def test_a_nan_shows_in_the_rows_that_read_it(self, isa: str) -> None:
+        q, k, v = tensors(1, 1, 6, 8)
+        k[0, 0, 3] = torch.nan
+        _, most = attend(q, k, v, masks.causal(), read=readings.MaxScore())
+        assert most.isnan().tolist() == [[[False] * 3 + [True] * 3]]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_readings_alone_have_the_bits_of_those_with_the_context(
+        self, isa: str, dtype: torch.dtype
+    ) -> None:
+        q, k = torch.randn(2, 3, 67, 16).to(dtype), torch.randn(2, 3, 300, 16).to(dtype)
+        mask = masks.dense(torch.rand(67, 300) < 0.7)
+        problem = Problem(q, k, k, mask, 0.25)
+        read = (readings.MaxScore(), readings.Entropy(), readings.Received(), readings.TopK(2))
+        alone = NATIVE.readings_only(problem, read)
+        _, beside = NATIVE.attend(problem, read)
+        assert all(map(torch.equal, tree_leaves(alone), tree_leaves(beside)))

@@ -124,6 +124,23 @@ class Largest(readings.Reading):
         return part
 
 
+class TestLargestScores:
+    """Their gradient is the fallback's."""
+
+    @pytest.mark.parametrize("name", ["none", "causal", "lengths", "edges"])
+    def test_equals_the_references(self, isa: str, name: str) -> None:
+        agree(given(), mask=MASKS[name], read=(readings.MaxScore(), readings.Entropy()))
+
+    def test_equal_scores_share_it(self, isa: str) -> None:
+        query, key = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 4, 2, requires_grad=True)
+        mask = masks.lengths([3]) & masks.causal()
+        _, largest = ch.attend(query, key, key, mask, read=readings.MaxScore(), impl="native")
+        (found,) = torch.autograd.grad(largest.sum(), key)
+        # Query 0 stands at source 1: 2, 3 and 3 sources are open.
+        share = torch.tensor([1 / 2 + 2 / 3, 1 / 2 + 2 / 3, 2 / 3, 0]) / 2**0.5
+        assert torch.allclose(found[0, 0], share[:, None].expand(4, 2))
+
+
 class TestReadings:
     @pytest.mark.parametrize("name", READ)
     def test_one_asked_twice(self, isa: str, name: str) -> None:

@@ -25,7 +25,7 @@ ALL = [
     readings.Weights(), readings.Scores(), readings.Rows([2, -1, 0, 2]), readings.TopK(3),
     readings.TopK(40), readings.LogSumExp(), readings.Entropy(), readings.Entropy(normalized=True),
     readings.Received(), readings.Mass(EDGES), readings.Distance(), readings.BlockMap(4),
-    readings.BlockMap(50), readings.Overlap(),
+    readings.BlockMap(50), readings.Overlap(), readings.MaxScore(),
 ]  # fmt: skip
 SMOOTH = [r for r in ALL if not isinstance(r, (readings.TopK, readings.BlockMap))]
 
@@ -72,6 +72,8 @@ def plain(reading: Any, x: Tensor) -> Any:
         return top(x, weights, reading.k)
     if name == "LogSumExp":
         return lse
+    if name == "MaxScore":
+        return x.amax(-1)
     if name == "Entropy":
         return (
             torch.where(count > 1, entropy / count.double().log(), 0)

@@ -34,6 +34,7 @@ ALL = (
     *FIVE, readings.Weights(), readings.Scores(), readings.Rows([0, -1]), readings.TopK(40),
     readings.Entropy(normalized=True), readings.Distance(), readings.Overlap(),
     readings.Mass(masks.diagonal(1)), readings.Mass(masks.window(4) | masks.first(2)),
+    readings.MaxScore(),
 )  # fmt: skip
 SMOOTH = tuple(r for r in ALL if not isinstance(r, readings.TopK))
 

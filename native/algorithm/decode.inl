@@ -297,10 +297,12 @@ struct Decode {
       most = part > most ? part : most;
     }
     float total = call.sinks ? std::exp(call.sinks[head] - most) : 0;
+    float best = -INFINITY;  // without the sink
     for (int64_t i = 0; i < call.value_dim; ++i) values[i] = 0;
     for (int64_t c = 0; c < chunks; ++c) {
       const float* part = partial + (c * rows + r) * stride;
       if (part[1] == 0) continue;
+      best = part[0] > best ? part[0] : best;
       const float factor = std::exp(part[0] - most);
       total += factor * part[1];
       for (int64_t i = 0; i < call.value_dim; ++i) values[i] += factor * part[2 * N + i];
@@ -318,6 +320,7 @@ struct Decode {
     if (call.out_of_range && out_of_range) call.out_of_range->store(true, std::memory_order_relaxed);
     const int64_t place = query.row(0);
     if (call.lse) call.lse[place] = total == 0 ? -INFINITY : most + std::log(total);
+    if (call.max_score) call.max_score[place] = best;
     if (call.row_max) call.row_max[place] = total == 0 ? 0 : most, call.row_scale[place] = total == 0 ? 0 : 1 / total;
   }
 };

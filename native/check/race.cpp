@@ -16,7 +16,7 @@ constexpr int64_t kBatch = 1, kHead = 2, kQuery = 300, kSource = 333, kDim = 32;
 
 struct Problem {
   std::vector<float> q, k, v, out, bias, row_max, row_scale;
-  std::vector<float> lse, entropy, top, received, cell_sum, cell_max;
+  std::vector<float> lse, entropy, max_score, top, received, cell_sum, cell_max;
   std::vector<float> dq, dk, dv, dbias, row_terms;
   std::vector<int64_t> sources;
   std::vector<int32_t> start, stop, query_edges, source_edges;
@@ -34,7 +34,7 @@ struct Problem {
     out.resize(q.size()), bias.resize(query * kSource);
     dq.resize(q.size()), dk.resize(k.size()), dv.resize(v.size()), dbias.resize(bias.size());
     lse.resize(rows_all), entropy.resize(rows_all), row_max.resize(rows_all), row_scale.resize(rows_all);
-    row_terms.resize(rows_all);
+    row_terms.resize(rows_all), max_score.resize(rows_all);
     top.resize(rows_all * 3), sources.resize(rows_all * 3);
     received.resize(4 * kHead * kSource), cell_sum.resize(4 * kHead * 9), cell_max.resize(4 * kHead * 9);
     for (int64_t i = 0; i < query; ++i) start.push_back((int32_t)(i / 2)), stop.push_back((int32_t)(i + 20));
@@ -52,7 +52,7 @@ struct Problem {
     work.q = view(q, query), work.k = view(k, kSource), work.v = view(v, kSource), work.out = view(out, query);
     work.mask.start = start.data(), work.mask.stop = stop.data(), work.mask.ranges = 1;
     work.lse = lse.data(), work.entropy = entropy.data(), work.row_max = row_max.data(),
-    work.row_scale = row_scale.data();
+    work.row_scale = row_scale.data(), work.max_score = max_score.data();
     work.top = 3, work.top_weights = top.data(), work.top_sources = sources.data();
     work.slots = 4, work.received = received.data(), work.query_cells = work.source_cells = 3;
     work.query_edges = query_edges.data(), work.source_edges = source_edges.data();
@@ -79,7 +79,7 @@ struct Problem {
     auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
       return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
     };
-    return equal(out, other.out) && equal(received, other.received) && equal(cell_sum, other.cell_sum) &&
+    return equal(out, other.out) && equal(max_score, other.max_score) && equal(received, other.received) && equal(cell_sum, other.cell_sum) &&
            equal(dq, other.dq) && equal(dk, other.dk) && equal(dv, other.dv) && equal(dbias, other.dbias) &&
            sources == other.sources;
   }

@@ -82,7 +82,8 @@ struct Call {
     work.q = view(q, q_shape, q_stride, work.type);
     work.k = view(k, k_shape, k_stride, work.type);
     work.v = view(v, v_shape, v_stride, work.type);
-    work.out = view(out, {q_shape[0], q_shape[1], q_shape[2], v_shape[3]}, out_stride, work.type);
+    // Without an address for the context only the readings are computed.
+    if (out) work.out = view(out, {q_shape[0], q_shape[1], q_shape[2], v_shape[3]}, out_stride, work.type);
     work.scale = scale, work.query_total = work.query;
   }
 
@@ -124,6 +125,7 @@ struct Call {
     work.row_max = address<float>(most), work.row_scale = address<float>(scale);
   }
   void set_entropy(uintptr_t place) { work.entropy = address<float>(place); }
+  void set_max_score(uintptr_t place) { work.max_score = address<float>(place); }
   void set_top(int64_t count, uintptr_t weights, uintptr_t sources) {
     require(count > 0, "top needs a positive count");
     times(times(times(work.batch, work.head), work.query_total), times(count, 8));
@@ -219,6 +221,7 @@ struct Call {
     const Kernel* kernel = kernel_or_throw();
     if (!work.batch || !work.head || !work.query || !work.source) return;
     require(work.row_max, "gradients need the maxima and sums of the rows");
+    require(work.out.data || !work.value_dim, "gradients need the context");
     const ReadingGrads& given = gradient.readings;
     require(gradient.row_terms || !(given.received || given.rows || given.cells), "sums need the rows' terms");
     require(work.bias.data || !gradient.dbias.data, "the gradient of a bias needs the bias");
@@ -299,6 +302,7 @@ NB_MODULE(_native, m) {
       .def("set_lse", &Call::set_lse)
       .def("set_softmax", &Call::set_softmax)
       .def("set_entropy", &Call::set_entropy)
+      .def("set_max_score", &Call::set_max_score)
       .def("set_top", &Call::set_top)
       .def("set_distance", &Call::set_distance)
       .def("set_mass", &Call::set_mass)

@@ -93,7 +93,7 @@ const Kernel* current(std::string& error) {
 
 namespace {
 
-// The decode kernel: only the context, log-sum-exp and row statistics.
+// The decode kernel: only the context, log-sum-exp, largest scores and row statistics.
 bool forward_decode(const Kernel& kernel, const Forward& call, int threads) {
   std::unique_ptr<float[]> partial(new (std::nothrow) float[(size_t)kernel.decode_partial(call)]);
   if (!partial) return false;
@@ -121,7 +121,7 @@ std::unique_ptr<uint32_t[]> pack(const Kernel& kernel, const Forward& call, cons
 
 bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
   std::unique_ptr<uint32_t[]> packed;
-  if (kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0) {
+  if (call.out.data && kernel.dots_bf16 && call.type == Type::bf16 && call.head_dim % 2 == 0) {
     packed = pack(kernel, call, call.v, call.value_dim, threads);
     if (!packed) return false;
     call.packed_v = packed.get();
@@ -138,12 +138,12 @@ bool forward_blocks(const Kernel& kernel, Forward& call, int threads) {
 
 bool forward(const Kernel& kernel, Forward& call, int threads) {
   const double work = (double)call.batch * call.head * call.query * call.source * (call.head_dim + call.value_dim);
-  if (!kernel.is_decode(call)) return forward_blocks(kernel, call, threads_for(work, threads));
+  if (!kernel.is_decode(call) || !call.out.data) return forward_blocks(kernel, call, threads_for(work, threads));
   // The time goes into reading the sources, not into the few operations on them.
   if (!forward_decode(kernel, call, threads_for(4 * work / call.query, threads))) return false;
   if (!reads_more(call)) return true;
   // Other readings come from the blocks, which leave the context as it is.
-  call.out.data = nullptr, call.lse = call.row_max = nullptr, call.out_of_range = nullptr;
+  call.out.data = nullptr, call.lse = call.row_max = call.max_score = nullptr, call.out_of_range = nullptr;
   return forward_blocks(kernel, call, threads_for(work, threads));
 }
 

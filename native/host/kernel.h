@@ -10,7 +10,7 @@ namespace clearhead {
 // The version of the interface between this module and its Python callers. It is raised, together with CONTRACT
 // in attention/impl/native/kernel.py, whenever a binding or the meaning of a result changes, so that a stale build is
 // not used.
-constexpr int kContract = 3;
+constexpr int kContract = 4;
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 
@@ -61,6 +61,7 @@ struct Forward {
   float* row_max;    // what the backward recomputes the weights from: the largest score of each query,
   float* row_scale;  // and one over the sum of exp(score - row_max), 0 for an empty row
   float* entropy;
+  float* max_score;  // the largest score of each query, without the sink logit; -inf for an empty row
   int64_t top;
   float* top_weights;  // (batch, head, query_total, top)
   int64_t* top_sources;

@@ -93,6 +93,10 @@ _ELSEWHERE = {
     "train": "models.train, or the command `clearhead train FILE`",
     "softmax": "attend(q, k, v, read=readings.Weights())",
     "weights": "readings.Weights()",
+    **dict.fromkeys(
+        ("MaxLogit", "MaxLogits", "max_logit", "max_logits", "MaxAttentionLogit", "max_score"),
+        "readings.MaxScore()",
+    ),
     "rollout": "influence(model, inputs)",
     "attribution": "influence(model, inputs)",
     **dict.fromkeys(

@@ -73,9 +73,11 @@ struct Block {
     if (rest) parts.fill_rest(tile, n, -INFINITY);
     softmax.find_most(tile, parts, most);
     if (call.top) top.gather(tile, from, n, most);
+    if (call.max_score) softmax.keep_best(most);
     if (call.entropy) weigh<true>(tile, most);
     else weigh<false>(tile, most);
-    context.add(tile, from, n, select_values && masked, softmax.rescale, parts, products, prefetcher);
+    if (call.out.data)
+      context.add(tile, from, n, select_values && masked, softmax.rescale, parts, products, prefetcher);
     if (rest) parts.fill_rest(tile, n, 0);
     strip.push(from, n, softmax.row_max);
   }
@@ -91,7 +93,7 @@ struct Block {
       call.out_of_range->store(true, std::memory_order_relaxed);
     softmax.normalize();
     if (call.out.data) context.write(softmax, products.packed);  // the packed queries are no longer needed
-    if (call.lse || call.row_max || call.entropy) softmax.write();
+    if (call.lse || call.row_max || call.entropy || call.max_score) softmax.write();
     if (call.top) write_top();
     if (strip.whole) strip.read(softmax, parts);
   }

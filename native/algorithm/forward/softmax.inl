@@ -30,6 +30,7 @@ struct OnlineSoftmax {
   // The sums of earlier tiles and the maximum that they refer to, once there are any: high and low of each sum
   float *sum_high, *sum_low, *entropy_high, *entropy_low, *folded_max;
   bool folded = false;
+  float* best;     // the largest score as the tiles have it, without the sink; kept where `max_score` is wanted
   float* rescale;  // what the last tile multiplied earlier sums by; after `normalize` one over the sum, or 0
   bool out_of_range = false;
 
@@ -45,6 +46,7 @@ struct OnlineSoftmax {
         entropy_high(arena.take<float>(lanes)),
         entropy_low(arena.take<float>(lanes)),
         folded_max(arena.take<float>(lanes)),
+        best(arena.take<float>(lanes)),
         rescale(arena.take<float>(lanes)) {}
 
   // The sink logit enters as the first score.
@@ -56,6 +58,7 @@ struct OnlineSoftmax {
       weight = (float)std::exp(sink - first * exponent.natural);
     }
     for (int lane = 0; lane < lanes; ++lane) row_max[lane] = first, row_sum[lane] = weight, neg_entropy[lane] = 0;
+    for (int lane = 0; lane < lanes; ++lane) best[lane] = -INFINITY;
     folded = false;
   }
 
@@ -93,6 +96,10 @@ struct OnlineSoftmax {
       const int lane = part.begin * N;
       find_most_of<vectors>(tile + part.first * lanes + lane, part.last - part.first, most + lane);
     });
+  }
+
+  void keep_best(const float* most) {
+    for (int at = 0; at < lanes; at += N) Vec::store(best + at, Vec::max(Vec::load(most + at), Vec::load(best + at)));
   }
 
   // Scores of a tile become weights, not yet normalized, in place, or bf16 pairs of sources in `weight_pairs`; both
@@ -155,6 +162,7 @@ struct OnlineSoftmax {
         call.row_max[row] = rounded, call.row_scale[row] = rescale[lane] * (float)std::exp(rounded - most);
       }
       if (call.entropy) call.entropy[row] = empty ? 0 : entropy_of(lane, most);
+      if (call.max_score) call.max_score[row] = best_score(lane);
     }
   }
 
@@ -235,6 +243,11 @@ struct OnlineSoftmax {
       inside &= Vec::greater(limit, top) & Vec::greater(top, Vec::sub(zero, limit));
     }
     return inside == lane_mask(N);
+  }
+
+  // Raw scores are products of query and key: the factor that makes them exponents makes them scores.
+  float best_score(int64_t lane) const {
+    return best[lane] == -INFINITY ? -INFINITY : (float)(best[lane] * (exponent.factor * exponent.natural));
   }
 
   // The sink counts in the denominator and is no source. Rounding makes no entropy negative; a NaN stays.

@@ -24,6 +24,7 @@ A score of -inf is a blocked edge, whether the mask, a bias or an overflow made 
 
 from __future__ import annotations
 
+from clearhead._core import did_you_mean
 from clearhead.readings.cells import by_cell as by_cell
 from clearhead.readings.cells import cell_bounds as cell_bounds
 from clearhead.readings.fold import Blocks as Blocks
@@ -34,6 +35,7 @@ from clearhead.readings.kinds import (
     Entropy,
     LogSumExp,
     Mass,
+    MaxScore,
     Received,
     Rows,
     Scores,
@@ -51,6 +53,7 @@ __all__ = [
     "Entropy",
     "LogSumExp",
     "Mass",
+    "MaxScore",
     "Overlap",
     "Reading",
     "Received",
@@ -61,3 +64,19 @@ __all__ = [
     "TopKValue",
     "Weights",
 ]
+
+# What other libraries and papers call a reading.
+_ELSEWHERE = {
+    **dict.fromkeys(("maxlogit", "maxlogits", "maxattentionlogit", "maxscores"), "MaxScore"),
+    **dict.fromkeys(("attention", "attentionweights", "probabilities"), "Weights"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Suggest the reading that was meant by a name that is not there."""
+    import difflib
+
+    near = _ELSEWHERE.get(name.replace("_", "").lower()) or " or ".join(
+        difflib.get_close_matches(name, [] if name.startswith("_") else __all__, n=2)
+    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(near)}")

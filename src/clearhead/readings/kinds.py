@@ -28,6 +28,7 @@ __all__ = [
     "Entropy",
     "LogSumExp",
     "Mass",
+    "MaxScore",
     "Received",
     "Rows",
     "Scores",
@@ -192,6 +193,29 @@ class LogSumExp(PerQueryReading, splits_grad=True):
 
     def part(self, strip: Strip) -> PerQuery:
         return PerQuery(strip.queries, (strip.lse,))
+
+    def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.maximum(left[0], right[0]),)
+
+
+class MaxScore(PerQueryReading, splits_grad=True):
+    """The largest score of each query, (*batch, head, query): the field's "max attention logit".
+
+    >>> MaxScore().fold([Strip.of(torch.tensor([[0.5, -torch.inf], [0.0, 2.0]]))])
+    tensor([0.5000, 2.0000])
+
+    It is taken after scale, softcap and bias; -inf where nothing is allowed, and sink logits do not
+    count. Equal scores share its gradient, as in `torch.amax`. It grows before a training with too
+    large a learning rate diverges (Wortsman et al. 2023, "Small-scale proxies for large-scale
+    Transformer training instabilities"), and QK-clip bounds it (Kimi Team 2025, "Kimi K2").
+    """
+
+    _empty = (-torch.inf,)
+
+    def part(self, strip: Strip) -> PerQuery:
+        if not strip.scores.shape[-1]:
+            return PerQuery(strip.queries, (strip.scores.new_full(strip.lse.shape, -torch.inf),))
+        return PerQuery(strip.queries, (strip.scores.amax(-1),))
 
     def _combine(self, left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (torch.maximum(left[0], right[0]),)

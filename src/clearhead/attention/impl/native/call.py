@@ -68,14 +68,16 @@ class Inputs:
             [range(query)], EDGES // ((mask.own.batch or 1) * (mask.own.head or 1) * self.source)
         )
 
-    def call(self, out: Tensor, part: range | None = None) -> Any:
+    def call(self, out: Tensor | None, part: range | None = None) -> Any:
         """A kernel call on some of the queries, without results other than the context."""
         q, k, v = self.query, self.key, self.value
         if part is not None:
-            q, out = q[:, :, part.start : part.stop], out[:, :, part.start : part.stop]
+            q = q[:, :, part.start : part.stop]
+            out = None if out is None else out[:, :, part.start : part.stop]
+        place = (0, (0, 0, 0, 0)) if out is None else (out.data_ptr(), out.stride())
         call = kernel._native.Forward(
             kernel.TYPES[q.dtype], q.data_ptr(), q.shape, q.stride(), k.data_ptr(), k.shape,
-            k.stride(), v.data_ptr(), v.shape, v.stride(), out.data_ptr(), out.stride(),
+            k.stride(), v.data_ptr(), v.shape, v.stride(), *place,
             self.problem.scale,
         )  # fmt: skip
         self._bind_mask(call, part)

@@ -112,19 +112,27 @@ class Native:
             return self._out_of_range(problem, read)
 
     def readings_only(self, problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
-        """Return the values of the readings, without a gradient; the context costs little."""
+        """Return the values of the readings, without a gradient and without the context."""
         with torch.no_grad():
-            return self.attend(problem, read)[1]
+            if torch.compiler.is_compiling():
+                return self.attend(problem, read)[1]
+            try:
+                return self.forward(problem, read, mix=False)[1]
+            except kernel.OutOfRange:
+                return self._next(problem, read).readings_only(problem, read)
 
     def forward(
-        self, problem: Problem, read: tuple[Reading, ...], graph: bool = False
-    ) -> tuple[Tensor, list[Any], Results | None]:
-        """Run the kernel, and the fallback for the readings that it does not support."""
+        self, problem: Problem, read: tuple[Reading, ...], graph: bool = False, mix: bool = True
+    ) -> tuple[Any, list[Any], Results | None]:
+        """Run the kernel, and the fallback for the readings that it does not support.
+
+        The context is there if it is to `mix` the values.
+        """
         inputs = Inputs(problem)
         ours = supported(inputs, read) if read else ()
-        out, results = forward(inputs, ours, graph)
+        out, results = forward(inputs, ours, graph, mix=mix) if mix or ours else (None, None)
         shape = problem.query.shape
-        context = out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
+        context = out if out is None or len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
         if not read:
             return context, [], results
         others = tuple(reading for reading in read if reading not in ours)
@@ -238,7 +246,7 @@ class _Attend(torch.autograd.Function):
 
 def _keeps_value(reading: Reading) -> bool:
     kind = KINDS.get(type(reading))
-    return kind is not None and kind.grad.needs_value
+    return kind is not None and kind.grad is not None and kind.grad.needs_value
 
 
 def _gradient(

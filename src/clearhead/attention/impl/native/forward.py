@@ -58,14 +58,21 @@ class Results:
 
 
 def forward(
-    inputs: Inputs, read: Sequence[Reading] = (), graph: bool = False, strict: bool = True
-) -> tuple[Tensor, Results | None]:
+    inputs: Inputs,
+    read: Sequence[Reading] = (),
+    graph: bool = False,
+    strict: bool = True,
+    mix: bool = True,
+) -> tuple[Any, Results | None]:
     """Run the kernel: the context, (batch, head, query, value_dim), and the results to `read`.
+
+    Without `mix` the context is None, and the time for it is saved.
 
     If `strict`, raises OutOfRange where scores or sums are too large for fp32 to tell them apart,
     or not finite.
     """
-    out = torch.empty(*inputs.shape, inputs.value.shape[3], dtype=inputs.query.dtype)
+    shape = (*inputs.shape, inputs.value.shape[3])
+    out = torch.empty(shape, dtype=inputs.query.dtype) if mix else None
     results = Results(inputs, read, graph) if read or graph else None
     parts = inputs.parts()
     if results is not None:

@@ -10,7 +10,7 @@ import torch
 __all__ = ["CONTRACT", "MISSING", "TYPES", "OutOfRange"]
 
 # As in native/host/kernel.h.
-CONTRACT = 3
+CONTRACT = 4
 
 
 def _load() -> tuple[Any, str]:

@@ -53,6 +53,20 @@ class LogSumExpGrad(Grad):
         pass
 
 
+class MaxScore(Output):
+    """The largest score of each row. Its gradient is the fallback's."""
+
+    def __init__(self, inputs: Inputs, read: list[Any]):
+        super().__init__(inputs, read)
+        self.largest = new(*inputs.shape)
+
+    def bind(self, call: Any, part: range) -> None:
+        call.set_max_score(self.largest.data_ptr())
+
+    def value(self, reading: Any) -> Tensor:
+        return self.largest
+
+
 class Entropy(Output):
     """The entropy of each row; Python divides by its largest possible value."""
 
@@ -335,14 +349,15 @@ def _edges_in(down: Tensor, across: Tensor) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """How the kernel computes a reading, or None, and how it takes in its gradient."""
+    """How the kernel computes a reading and takes in its gradient; None where the fallback does."""
 
     output: type[Output] | None
-    grad: type[Grad]
+    grad: type[Grad] | None
 
 
 KINDS: dict[type[Reading], Kind] = {
     readings.LogSumExp: Kind(LogSumExp, LogSumExpGrad),
+    readings.MaxScore: Kind(MaxScore, None),
     readings.Entropy: Kind(Entropy, EntropyGrad),
     readings.Distance: Kind(Distance, DistanceGrad),
     readings.Mass: Kind(Mass, MassGrad),
@@ -371,5 +386,8 @@ def supported(inputs: Inputs, read: Sequence[Reading]) -> list[Reading]:
 
 def supported_grads(inputs: Inputs, read: Sequence[Reading]) -> set[Reading]:
     """The readings whose gradients the kernel takes in."""
-    found = set(supported(inputs, read))
-    return found | {r for r in read if type(r) in KINDS and KINDS[type(r)].grad.any_value}
+    ours, grads = (
+        supported(inputs, read),
+        {r: KINDS[type(r)].grad for r in read if type(r) in KINDS},
+    )
+    return {r for r, grad in grads.items() if grad is not None and (r in ours or grad.any_value)}

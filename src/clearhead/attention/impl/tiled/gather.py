@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead import readings
 from clearhead.attention.impl.tiled.strips import Piece, plan
-from clearhead.attention.impl.tiled.view import View, tiles_of
+from clearhead.attention.impl.tiled.view import LN2, View, tiles_of
 from clearhead.attention.problem import Problem
 from clearhead.readings import PerQuery, Reading, by_cell, cell_bounds
 
@@ -60,6 +60,24 @@ class LogSumExp(Gatherer):
     def part(self, rows: Tensor, lse: Tensor) -> PerQuery:
         """Return the log-sum-exp itself."""
         return PerQuery(rows, (lse,))
+
+
+class MaxScore(Gatherer):
+    """What the pass subtracts from the scores of each row, back from base 2."""
+
+    def __init__(self, problem: Problem, reading: readings.MaxScore, layout: Layout):
+        super().__init__(problem, reading, layout)
+        self.found = self._zeros(self.rows)
+
+    def see(self, view: View) -> None:
+        """Store the view's rows."""
+        torch.mul(view.shift, LN2, out=self.found[view.leads, view.piece.rows])
+
+    def part(self, rows: Tensor, lse: Tensor) -> PerQuery:
+        """Return the largest scores: -inf where the row is empty."""
+        return PerQuery(
+            rows, (self.found.view(lse.shape).masked_fill(lse == -torch.inf, -torch.inf),)
+        )
 
 
 class Entropy(Gatherer):
@@ -287,6 +305,7 @@ def _best(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 GATHERERS: dict[type[Reading], type[Gatherer]] = {
     readings.LogSumExp: LogSumExp,
+    readings.MaxScore: MaxScore,
     readings.Entropy: Entropy,
     readings.Distance: Distance,
     readings.Mass: Mass,

@@ -15,7 +15,7 @@ from clearhead.attention.impl.tiled.strips import Piece, take
 from clearhead.attention.problem import Problem
 from clearhead.readings import cell_bounds
 
-__all__ = ["View", "tiles_of"]
+__all__ = ["LN2", "View", "tiles_of"]
 
 LN2 = log(2)
 
