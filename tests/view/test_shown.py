@@ -15,7 +15,8 @@ import torch
 import clearhead as ch
 from clearhead import masks, readings
 from clearhead.cli import main
-from clearhead.views.shown import MOST, Shown, shown_of
+from clearhead.views.content.layers import MOST
+from clearhead.views.shown import Shown, shown_of
 
 BATCH, HEADS, SIZE = 2, 3, 11
 
@@ -114,7 +115,7 @@ def test_sources_take_the_bytes_that_the_page_reads(pack: str) -> None:
 
 
 def test_what_is_too_large_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clearhead.views.shown.MOST", 100)
+    monkeypatch.setattr("clearhead.views.content.layers.MOST", 100)
     assert MOST > 100
     header, chunks = shown_of(watched(readings.Weights())).pages()
     (entry,) = header["layers"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from clearhead._core import value_error
 
-__all__ = ["add_text", "examples", "named", "note", "text_of"]
+__all__ = ["add_text", "examples", "labels_in", "named", "new_file", "note", "text_of"]
 
 
 def examples(parser: argparse.ArgumentParser, *lines: str, notes: str = "") -> None:
@@ -83,12 +86,30 @@ def _is_file(text: str) -> bool:
         return False
 
 
+def labels_in(option: str, name: str) -> Any:
+    """Read the labels of positions from a JSON file that an option names."""
+    path = Path(name).expanduser()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise value_error(option, f"is a file of JSON ({error})", got=str(path)) from None
+    lists = found if isinstance(found, list) else [None]
+    flat = [x for each in lists for x in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(x, str) for x in flat):
+        raise value_error(option, "holds a list of labels, or lists of them", got=str(path))
+    return found
+
+
 def new_file(option: str, name: str, force: bool) -> Path:
     """Return the file that an option names; refuse one that exists, before anything is done."""
     path = Path(name).expanduser()
     if path.exists() and not force:
         hint = f"choose another {option}, or overwrite it with --force"
         raise value_error(option, "is a new file", got=f"{path}, which exists", hint=hint)
+    folder = path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "which cannot be written" if folder.is_dir() else "which is no folder"
+        raise value_error(option, "lies in a folder that can be written", got=f"{folder}, {why}")
     return path
 
 

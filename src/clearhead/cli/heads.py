@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import Any
 
 from clearhead._core import value_error
-from clearhead.cli.arguments import examples
+from clearhead.cli.arguments import examples, labels_in, named, new_file
 
 HELP = "print which heads are sinks, previous-token, induction or redundant"
 
@@ -32,9 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=8, metavar="K", help="how many heads are named for each role (8)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--html", metavar="FILE", help="also write the atlas for a browser")
+    parser.add_argument(
+        "--record",
+        metavar="RECORD",
+        help="what seen.save(path) wrote of the same model: the page shows its maps",
+    )
+    parser.add_argument(
+        "--tokens", metavar="FILE", help="labels of RECORD's positions, a JSON list"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite a page that exists")
     examples(
         parser, "clearhead scan page.txt --out page.heads && clearhead heads page.heads",
         "clearhead heads page.heads --threshold 0.3 --top 20",
+        "clearhead heads page.heads --html atlas.html --record page.seen",
     )  # fmt: skip
 
 
@@ -47,6 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if arguments.top < 1:
         raise value_error("--top", "must be at least 1", got=arguments.top)
+    for name in ("record", "tokens"):
+        needs = "html" if name == "record" else "record"
+        if getattr(arguments, name) is not None and getattr(arguments, needs) is None:
+            raise value_error(f"--{name}", f"belongs to --{needs}", hint=f"add --{needs} FILE")
+    page = None if arguments.html is None else new_file("--html", arguments.html, arguments.force)
     from clearhead.heads import atlas, cut_calls
     from clearhead.heads.corpus import read
     from clearhead.views import document, render_atlas
@@ -58,4 +76,21 @@ def run(arguments: argparse.Namespace) -> int:
         print(document(found))
     else:
         render_atlas(found, arguments.top)
+    if page is not None:
+        _write(arguments, about, table, page)
     return 0
+
+
+def _write(arguments: argparse.Namespace, about: dict[str, Any], table: Any, page: Path) -> None:
+    from clearhead.recording import load
+    from clearhead.views import view_of_table
+
+    tokens = None if arguments.tokens is None else labels_in("--tokens", arguments.tokens)
+    with named(path="--record"):
+        record = None if arguments.record is None else load(Path(arguments.record).expanduser())
+    judged = {"threshold": arguments.threshold, "alike": arguments.alike}
+    with named(seen="--record", record="--record", tokens="--tokens"):
+        made = view_of_table(about, table, record=record, tokens=tokens, **judged)
+    with named(path="--html"):
+        made.save(page, force=arguments.force)
+    print(f"Wrote {page}", file=sys.stderr if arguments.json else None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
-from clearhead.cli.arguments import named
+from clearhead.cli.arguments import named, new_file
 
 HELP = "who may attend to whom, drawn from an expression"
 EXAMPLES = """\
@@ -23,6 +25,7 @@ examples:
   clearhead mask "causal & window(3) | first(1)" -q 8
   clearhead mask "causal & lengths([5, 3])" -q 5 --sample 1 --why 4 3
   clearhead mask causal -q 2 -s 6 --row 0
+  clearhead mask "causal & window(3)" -q 16 --html mask.html
 """
 
 
@@ -46,12 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, metavar="B", help="the sample, where samples differ")
     parser.add_argument("--head", type=int, metavar="H", help="the head, where heads differ")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--html", metavar="FILE", help="also write a page for a browser")
+    parser.add_argument("--force", action="store_true", help="overwrite a page that exists")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the mask, then print as text or JSON."""
     from clearhead.views import render_mask
 
+    page = None if arguments.html is None else new_file("--html", arguments.html, arguments.force)
     options = {"query": "--query", "source": "--source", "sample": "--sample", "head": "--head"}
     with named(expression="EXPR", **options):
         seen = _ask(arguments)
@@ -59,7 +65,20 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(seen, ensure_ascii=True))
     else:
         render_mask(seen)
+    if page is not None:
+        _write(arguments, seen, page)
     return 0
+
+
+def _write(arguments: argparse.Namespace, seen: dict[str, Any], page: Path) -> None:
+    from clearhead import masks
+    from clearhead.views import view
+
+    mask = masks.parse(arguments.expression)
+    with named(mask="EXPR", path="--html"):
+        made = view(mask, query=seen["query"], source=seen["source"])
+        made.save(page, force=arguments.force)
+    print(f"Wrote {page}", file=sys.stderr if arguments.json else None)
 
 
 def _ask(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from clearhead.heads.attention_rollout import Rollout, rollout
 from clearhead.heads.roles import ROLES, atlas, cut_calls, groups
+from clearhead.heads.roles import pooled as pooled
 from clearhead.heads.statistics import STATISTICS, Statistic
 from clearhead.heads.survey import Survey, TableRow, measure
 

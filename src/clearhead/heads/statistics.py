@@ -14,6 +14,8 @@ taken over the same rows or sequences.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,8 @@ __all__ = ["STATISTICS", "CallValues", "Statistic", "moments_of", "readings_for"
 SINK_THRESHOLD = 0.3
 # Maps of up to so many numbers are read whole; larger ones are summarized in strips.
 WHOLE = 1 << 24
+# The parentheses of a docstring that name a paper by its year.
+_PAPERS = re.compile(r"\s*:? ?\(((?:[^()]*\b(?:19|20)\d\d\b)[^()]*)\)")
 
 
 class CallValues:
@@ -75,6 +79,18 @@ class Statistic:
 
     name: str
     unit = "share of the row"
+
+    @property
+    def definition(self) -> str:
+        """The first sentences of the docstring, without the papers; empty under `python -OO`."""
+        words = " ".join((type(self).__doc__ or "").split("\n\n")[0].split())
+        return _PAPERS.sub("", words).rstrip(" .:") + "." if words else ""
+
+    @property
+    def paper(self) -> str:
+        """The papers that the docstring names; empty where the statistic needs none."""
+        words = " ".join((type(self).__doc__ or "").split())
+        return "; ".join(match[1] for match in _PAPERS.finditer(words))
 
     def value(self, values: CallValues) -> Tensor:
         """One value for each query, (batch, head, query)."""

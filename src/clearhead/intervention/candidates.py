@@ -45,12 +45,7 @@ def candidates(
         named = [(_name(edge), _mask_of(edge)) for edge in edges]
         return _some("edges", [Candidate(name, mask, where) for name, mask in named])
     mask = None if edges is None else _mask_of(edges)
-    pairs = [
-        (layer, head)
-        for layer, total in totals.items()
-        for head in range(total)
-        if where.holds(layer, head, total)
-    ]
+    pairs = where.listed(totals)
     return [Candidate(pair, mask, HeadSelection(None, None, (pair,))) for pair in pairs]
 
 

@@ -39,6 +39,9 @@ class Effects(Sequence[Effect]):
     before: float
     small: float = 0.0  # the largest effect that counts as none
     heads: bool = False  # whether the cuts are (layer, head)
+    # The heads that lost the edges, as (layer, head); None where these are all of the model.
+    within: tuple[tuple[int, int], ...] | None = None
+    metric: str = ""  # what the effect is a change of, in words
 
     @overload
     def __getitem__(self, index: int) -> Effect: ...
@@ -149,7 +152,15 @@ def effects(
     named = zip(found, weights.values(), after, strict=True)
     rows = [Effect(one.name, weight, value - before) for one, weight, value in named]
     small = _NATS if metric is None else _SHARE * abs(before)
-    return Effects(rows, before, small, by_head)
+    within = None if where.whole else where.listed(baseline.cutter.totals)
+    return Effects(rows, before, small, by_head, within, _words(metric, position))
+
+
+def _words(metric: Callable[[Any], Any] | None, position: int) -> str:
+    if metric is None:
+        return f"log-probability (nats) of the token predicted at position {position}"
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return "the given metric" if name == "<lambda>" else name
 
 
 def _spearman(left: list[float], right: list[float]) -> float:

@@ -37,6 +37,20 @@ class HeadSelection:
             return False
         return self.heads is None or any(name in self.heads for name in names)
 
+    @property
+    def whole(self) -> bool:
+        """Whether every head of every layer is selected."""
+        return self.layers is None and self.heads is None and self.pairs is None
+
+    def listed(self, totals: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """The selected heads as (layer, head)."""
+        return tuple(
+            (layer, head)
+            for layer, total in totals.items()
+            for head in range(total)
+            if self.holds(layer, head, total)
+        )
+
     def check(self, totals: Mapping[int, int], modules: Mapping[int, str]) -> None:
         """Raise where a layer or head was selected that the run did not have."""
         layers = self.layers if self.pairs is None else tuple(layer for layer, _ in self.pairs)

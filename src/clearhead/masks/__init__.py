@@ -51,6 +51,7 @@ from clearhead.masks.positional import (
 from clearhead.masks.protocol import Block
 from clearhead.masks.ranges import Ranges as Ranges
 from clearhead.masks.text import Map, default_sizes, picture
+from clearhead.masks.text import leaves as leaves
 
 EMPTY, PARTIAL, FULL = Block
 

@@ -107,6 +107,25 @@ def summary(mask: EdgeSet) -> str:
     return f"{mask._short()}\n{picture(drawn)}"
 
 
+def leaves(mask: EdgeSet) -> list[tuple[str, EdgeSet]]:
+    """The distinct leaves that a mask is composed of, each with its text, from left to right.
+
+    Of a mask that calls a user's function there are none: alone, the function may be asked about
+    edges that the other parts decide.
+    """
+    found: dict[int, tuple[str, EdgeSet]] = {}
+    stack, seen = ([] if mask._calls else [mask]), set[int]()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        stack += reversed(part.children)
+        if not part.children and all(part != other for _, other in found.values()):
+            found[id(part)] = (part._brief(), part)
+    return list(found.values())
+
+
 def default_sizes(mask: EdgeSet) -> tuple[int, int]:
     """As many queries and sources as the mask's data has, or as it needs, or 8."""
     query, source = mask.own.query, mask.own.source

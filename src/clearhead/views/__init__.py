@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
     from clearhead.views.reader import Reader, open_reader, open_with_inputs
     from clearhead.views.shown import record_from
-    from clearhead.views.sight import PageView, view, view_of_text
+    from clearhead.views.sight import PageView, view, view_of_table, view_of_text
     from clearhead.views.streams import output_streams
     from clearhead.views.terminal import Terminal
     from clearhead.views.text.audit import render_report
@@ -47,6 +47,7 @@ __all__ = [
     "train_progress",
     "training_end",
     "view",
+    "view_of_table",
     "view_of_text",
 ]
 
@@ -76,6 +77,7 @@ _HOMES = {
     "train_progress": "text.train",
     "training_end": "text.train",
     "view": "sight",
+    "view_of_table": "sight",
     "view_of_text": "sight",
 }
 

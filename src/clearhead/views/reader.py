@@ -110,6 +110,10 @@ class Reader:
         """Return a visible label for each token of a sequence."""
         return labels(token_bytes(self.tokenizer, ids))
 
+    def bytes_of(self, ids: list[int]) -> list[bytes]:
+        """Return the bytes that each token of a sequence stands for."""
+        return token_bytes(self.tokenizer, ids)
+
     def predict(self, ids: list[int]) -> Tensor | None:
         """Run the model on one sequence; logits (position, vocab), or None without a token head."""
         import torch
@@ -136,6 +140,9 @@ class CharacterReader(Reader):
 
     def labels(self, ids: list[int]) -> list[str]:
         return [label(self.tokenizer.decode([id_])) for id_ in ids]
+
+    def bytes_of(self, ids: list[int]) -> list[bytes]:
+        return [self.tokenizer.decode([id_]).encode("utf-8", "replace") for id_ in ids]
 
     def predict(self, ids: list[int]) -> Tensor | None:
         import torch

@@ -17,6 +17,16 @@ class Axis:
 
     name: str
     labels: list[list[str]] | None = None  # one list a sample
+    ids: list[list[int]] | None = None  # the tokens' numbers, one list a sample
+    raw: list[list[str]] | None = None  # their bytes in hexadecimal, one list a sample
+    segments: tuple[tuple[int, int, str], ...] = ()
+    prompt: int | None = None  # so many of the positions were given, the others generated
+    grid: tuple[int, int] | None = None  # rows and columns of image patches, the last positions
+
+    def entry(self) -> dict[str, Any]:
+        """The entry of the header: what is known."""
+        known = {name: value for name, value in vars(self).items() if value not in (None, ())}
+        return {"name": self.name, "labels": self.labels, **known}
 
 
 class CallPlace(NamedTuple):

@@ -25,11 +25,10 @@ def log_codes(weights: Tensor, steps: int = FINE) -> bytes:
     return torch.where(weights.isnan(), 255, codes).to(torch.uint8).numpy().tobytes()
 
 
-def top_values(weights: Tensor, sources: Tensor, source: int) -> bytes:
-    """Write the sources (row, k), -1 for none, then their weights in half precision."""
-    kind = "<u4" if source > 0xFFFF else "<u2"
-    ids = sources.numpy().astype(np.int64).astype(kind)
-    return ids.tobytes() + weights.numpy().astype("<f2").tobytes()
+def top_values(weights: Tensor, sources: Tensor, encoding: str, source: int) -> bytes:
+    """Write the sources (row, k), all ones for none, then their weights as "f16" or "f32"."""
+    ids = sources.numpy().astype(np.int64).astype("<u4" if source > 0xFFFF else "<u2")
+    return ids.tobytes() + weights.numpy().astype("<f2" if encoding == "f16" else "<f4").tobytes()
 
 
 def top_planes(weights: Tensor, sources: Tensor, source: int) -> bytes:
@@ -71,7 +70,8 @@ def mask_runs(mask: Mask, sizes: Sizes, sample: int) -> bytes:
         rows = torch.arange(start, min(start + step, query))
         tile = mask.tile(rows, columns, sizes)
         if tile.ndim == 4:
-            tile = tile[sample if tile.shape[0] > 1 else 0, 0]
+            # Of a mask that differs by head, the edges that any head has.
+            tile = tile[sample if tile.shape[0] > 1 else 0].any(0)
         edges = torch.nn.functional.pad(tile.to(torch.int8), (1, 1)).diff(dim=-1).numpy()
         for row in edges:
             at = np.flatnonzero(row)
