@@ -174,7 +174,7 @@ class LayerContent:
         kind, source = self.plan.lists(self.layer), self.layer.sizes.source
         if kind == "planes":
             return codes.top_planes(top.weights.float(), top.sources, source)
-        return codes.top_values(top.weights.float(), top.sources, kind, source)
+        return codes.top_values(top.weights.float(), top.sources, source, kind)
 
     def _block_chunk(self, sample: int, head: int) -> bytes:
         given = self.layer.blocks

@@ -25,7 +25,7 @@ def log_codes(weights: Tensor, steps: int = FINE) -> bytes:
     return torch.where(weights.isnan(), 255, codes).to(torch.uint8).numpy().tobytes()
 
 
-def top_values(weights: Tensor, sources: Tensor, encoding: str, source: int) -> bytes:
+def top_values(weights: Tensor, sources: Tensor, source: int, encoding: str = "f16") -> bytes:
     """Write the sources (row, k), all ones for none, then their weights as "f16" or "f32"."""
     ids = sources.numpy().astype(np.int64).astype("<u4" if source > 0xFFFF else "<u2")
     return ids.tobytes() + weights.numpy().astype("<f2" if encoding == "f16" else "<f4").tobytes()
