@@ -357,6 +357,10 @@ def four(edges: Tensor) -> Tensor:
     return edges if edges.dim() == 4 else edges[None, None]
 
 
+def tile_rows(edges: Tensor, top: int, bottom: int) -> Tensor:
+    return edges[..., top:bottom, :]
+
+
 @given(trees(), st.data())
 @settings(max_examples=120, deadline=None)
 def test_every_method_agrees_with_the_formula(tree: Any, data: st.DataObject) -> None:
@@ -396,6 +400,12 @@ def test_every_method_agrees_with_the_formula(tree: Any, data: st.DataObject) ->
         mask.strip(range(top, bottom), sizes), four(want)[..., top:bottom, :]
     )
     assert torch.equal(strip, part)
+
+    # sources, where promised, leave out none that a query may read
+    listed = mask.sources(range(top, bottom), sizes) if bottom > top else None
+    if listed is not None:
+        assert (listed[1:] > listed[:-1]).all()
+        assert torch.isin(four(tile_rows(want, top, bottom)).nonzero()[:, -1], listed).all()
 
     # counts, rows and any tile
     assert torch.equal(*torch.broadcast_tensors(mask.counts(query, source), dense.sum(-1)))

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 ASKED = {
-    "_at", "_block", "_explain", "_intervals", "_least", "_ranges", "_text", "_tile", "check",
-    "tensors", "to",
+    "_at", "_block", "_explain", "_intervals", "_least", "_ranges", "_text", "_tile",
+    "check", "sources", "tensors", "to",
 }  # fmt: skip
 
 
@@ -193,6 +193,10 @@ class And(Pair, sign="&"):
             return None
         return intersection(left, right)
 
+    def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
+        sides = [side.sources(queries, sizes) for side in self.children]
+        return min((side for side in sides if side is not None), key=len, default=None)
+
 
 class Or(Pair, sign="|"):
     """The edges in one or both."""
@@ -230,6 +234,11 @@ class Or(Pair, sign="|"):
         one = super()._ranges(i, sizes, most)
         union = left + right if one is None else one
         return union if len(union) <= most else None
+
+    def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
+        left = self.left.sources(queries, sizes)
+        right = None if left is None else self.right.sources(queries, sizes)
+        return None if left is None or right is None else torch.cat([left, right]).unique()
 
 
 def _union(left: Interval, right: Interval) -> Interval | None:
@@ -332,6 +341,9 @@ class Minus(Pair, sign="-"):
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         return self._both._ranges(i, sizes, most)
+
+    def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
+        return self.left.sources(queries, sizes)
 
 
 class Appended(Mask, sign="+"):

@@ -17,11 +17,13 @@ from clearhead.masks.data import SHOWN
 from clearhead.masks.mask import Mask
 from clearhead.masks.positional import Align, named_align, read_align, standing
 from clearhead.masks.protocol import Block, Own, Tile
-from clearhead.masks.ranges import Interval, Ranges
+from clearhead.masks.ranges import Interval, Ranges, ascend, tile_of_pairs
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
 
+# Tiles of fewer edges are tested edge by edge.
+TESTED = 1 << 12
 # Two positions below this are one int64.
 LIMIT = 1 << 31
 HINT = "one edge is edges([(3, 0)]): query 3 reads source 0; dense(tensor) takes a bool tensor"
@@ -65,6 +67,26 @@ class Listed(Mask):
         codes = self.codes.to(j.device)
         found = torch.searchsorted(codes, wanted).clamp(max=len(self.pairs) - 1)
         return codes[found] == wanted
+
+    def _tile(
+        self, rows: Tensor, columns: Tensor, sizes: Sizes, within: Tensor | None = None
+    ) -> Tensor:
+        few = not readable(rows) or rows.numel() * columns.numel() < TESTED
+        if few or not (ascend(rows) and ascend(columns)):
+            return super()._tile(rows, columns, sizes, within)
+        offset = standing(self.align, sizes.query, sizes.source)
+        codes = self._between(int(rows[0]) + offset, int(rows[-1]) + 1 + offset).to(rows.device)
+        return tile_of_pairs(codes // LIMIT - offset, codes % LIMIT, rows, columns)
+
+    def _between(self, first: int, last: int) -> Tensor:
+        """The codes of the edges of some positions."""
+        bounds = torch.tensor([first, last], device=self.codes.device) * LIMIT
+        start, stop = torch.searchsorted(self.codes, bounds).tolist()
+        return self.codes[start:stop]
+
+    def sources(self, queries: range, sizes: Sizes) -> Tensor:
+        offset = standing(self.align, sizes.query, sizes.source)
+        return (self._between(queries.start + offset, queries.stop + offset) % LIMIT).unique()
 
     def _text(self, full: bool) -> str:
         few = 2 * len(self.pairs) <= SHOWN

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from clearhead._core import readable, type_error, value_error
 from clearhead.masks.data import as_tensor, at, many_samples, ranked, samples, show
 from clearhead.masks.mask import Mask
 from clearhead.masks.protocol import Block, Own, Tile
-from clearhead.masks.ranges import Interval, spans
+from clearhead.masks.ranges import Interval, carriers, ordered, spans
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -93,6 +94,19 @@ class Same(Mask):
         start, stop = (x[0, last] if self.own.batch is None else x[:, None, last] for x in found)
         return start, stop
 
+    def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
+        ids, rows = self._queries(torch.arange(queries.start, queries.stop), sizes)
+        if not readable(ids):
+            return None
+        wanted = torch.atleast_2d(ids[..., rows.to(ids.device)])
+        wanted = wanted.expand(len(self._order), -1)
+        found = [carriers(*each) for each in zip(wanted, self._order, strict=True)]
+        return torch.cat(found).unique()
+
+    @cached_property
+    def _order(self) -> list[tuple[Tensor, Tensor]]:
+        return ordered(self.source_ids)
+
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         ids, p = self._queries(torch.tensor(i, device=self.source_ids.device), sizes)
         query_id = int(at(ids, b, p))
@@ -168,6 +182,19 @@ class Repeats(Mask):
         last = tile.bottom - 1 + tile.source - tile.query
         beyond = tile.left - self.shift >= last or tile.right - 1 - self.shift < 0
         return Block.EMPTY if beyond else Block.PARTIAL
+
+    def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
+        if not readable(self.tokens):
+            return None
+        offset = sizes.source - sizes.query
+        wanted = torch.atleast_2d(self.tokens[..., queries.start + offset : queries.stop + offset])
+        found = [carriers(*each) for each in zip(wanted, self._order, strict=True)]
+        sources = torch.cat(found).unique() + self.shift
+        return sources[sources < sizes.source]
+
+    @cached_property
+    def _order(self) -> list[tuple[Tensor, Tensor]]:
+        return ordered(self.tokens)
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         p, k = i + sizes.source - sizes.query, j - self.shift

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead._core import Sizes, position, type_error, value_error
-from clearhead.masks.ranges import Interval, Ranges, tidy
+from clearhead.masks.ranges import Interval, Ranges, hull, tidy
 
 # More edges than this are not tested one by one to count or draw them (about ten seconds).
 MAX_TESTED = 1 << 32
@@ -130,6 +130,11 @@ class EdgeSet:
         """The sources of these queries as a union of intervals that lie inside the sources."""
         found = self._intervals(i, sizes)
         return None if found is None else [tidy(*found, sizes.source)]
+
+    def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
+        """All sources that these queries may read, ascending, and maybe more; None: not known."""
+        found = self._intervals(torch.arange(queries.start, queries.stop), sizes)
+        return None if found is None else hull(found, sizes.source)
 
     def _reason(self, b: int, h: int, i: int, j: int, sizes: Sizes) -> str:
         """Why the edge is in the set or not, in words."""
@@ -305,6 +310,7 @@ class _Known(EdgeSet):
         self.own, self._rank, self.weight, self.answer = part.own, part._rank, part.weight, answer
         self._at = self._tile = self._block = self._intervals = self._ranges = self._say
         self._text = self._least = self.check = self.tensors = self.to = self._say
+        self.sources = self._say
 
     def _say(self, *question: Any, **more: Any) -> Any:
         return self.answer

@@ -101,6 +101,45 @@ def spans(ids: Tensor) -> Interval | None:
     return start, stops.flip(-1).cummin(-1).values.flip(-1)
 
 
+def hull(interval: Interval, source: int) -> Tensor:
+    """The sources from the first to the last that lie in any interval."""
+    start, stop = tidy(*interval, source)
+    there = start < stop
+    if not there.any():
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.arange(int(start[there].min()), int(stop[there].max()))
+
+
+def ascend(positions: Tensor) -> bool:
+    """Whether positions are known to ascend, each there once."""
+    return readable(positions) and bool((positions[1:] > positions[:-1]).all())
+
+
+def tile_of_pairs(queries: Tensor, sources: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return which of these rows and columns, which ascend, are among the (query, source) pairs."""
+    tile = torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
+    at = [torch.searchsorted(rows, queries), torch.searchsorted(columns, sources)]
+    at = [place.clamp(max=size - 1) for place, size in zip(at, tile.shape, strict=True)]
+    found = (rows[at[0]] == queries) & (columns[at[1]] == sources)
+    tile[at[0][found], at[1][found]] = True
+    return tile
+
+
+def ordered(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The ids of each sample, (position,) or (batch, position), ascending, and where they stand."""
+    return [(found.values, found.indices) for found in map(torch.sort, torch.atleast_2d(ids))]
+
+
+def carriers(wanted: Tensor, order: tuple[Tensor, Tensor]) -> Tensor:
+    """The positions of some ids; `order` has all ids ascending, and where each stands."""
+    ids, places = order
+    wanted = wanted.unique()
+    first, last = (torch.searchsorted(ids, wanted, right=right) for right in (False, True))
+    many = last - first
+    before = (first - (many.cumsum(0) - many)).repeat_interleave(many)
+    return places[before + torch.arange(len(before), device=before.device)]
+
+
 def complement(interval: Interval, source: int) -> list[Interval]:
     """The sources before and after an interval."""
     start, stop = interval

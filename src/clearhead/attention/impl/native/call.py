@@ -13,15 +13,37 @@ from clearhead.attention.impl.native import kernel
 from clearhead.attention.problem import Problem
 from clearhead.masks import Mask
 
-__all__ = ["Inputs", "ReadEdges", "broadcast_strides", "new", "readable", "split"]
+__all__ = ["Inputs", "ReadEdges", "broadcast_strides", "new", "readable", "sparse", "split"]
 
 # The kernel takes at most this many intervals a row.
 RANGES = 4
 # A mask that is not a union of intervals is written out as bytes, for at most this many edges.
 EDGES = 1 << 24
+# Beyond MANY sources, a mask is sparse where strips of so many queries read at most one source in
+# FEW on average.
+MANY, STRIP, FEW = 2048, 32, 8
 # Sums over queries have this many accumulators, whatever the threads, to have the same bits; fewer
 # where they would hold more numbers than COPIES, and more than the sums themselves.
 SLOTS, COPIES = 64, 1 << 22
+
+
+def sparse(problem: Problem) -> bool:
+    """Whether a mask without ranges has so few edges that only their sources are to be computed.
+
+    The kernel computes whole tiles; the fallback gathers the sources that some queries may read.
+    """
+    mask, (*_, query, source) = problem.mask, problem.sizes
+    if mask is None or source <= MANY or mask.stored:
+        return False
+    if mask.ranges(query, source, RANGES) is not None:
+        return False
+    most = query // STRIP * source // FEW
+    for first in range(0, query, STRIP):
+        listed = mask.sources(range(first, min(first + STRIP, query)), problem.sizes)
+        most -= source if listed is None else len(listed)
+        if most < 0:
+            return False
+    return True
 
 
 def readable(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from clearhead.attention.impl.autograd import (
 )
 from clearhead.attention.impl.native import kernel
 from clearhead.attention.impl.native.backward import ReadingGrads, backward
-from clearhead.attention.impl.native.call import Inputs
+from clearhead.attention.impl.native.call import Inputs, sparse
 from clearhead.attention.impl.native.forward import Results, forward, in_range
 from clearhead.attention.impl.native.operator import Operator
 from clearhead.attention.impl.native.readings import KINDS, supported, supported_grads
@@ -98,6 +98,8 @@ class Native:
         """Return the context and the values of the readings."""
         if torch.compiler.is_compiling():
             return ops.attend(problem, read, self.reference)
+        if sparse(problem):
+            return self._next(problem, read).attend(problem, read)
         try:
             if not wants_gradient(problem):
                 return self.forward(problem, read)[:2]

@@ -17,6 +17,9 @@ __all__ = ["Piece", "dot", "mix", "plan", "take", "weigh"]
 INF = float("inf")
 # The width of the tiles that a mask without intervals is queried in.
 WIDTH = 128
+# Beyond this many sources a mask is asked for the sources of a strip first, which are few where
+# they are at most one in FEW.
+LISTED, FEW = 1024, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +93,14 @@ def _spans(start: Tensor, stop: Tensor, query: int, source: int, height: int) ->
 
 
 def _sparse(problem: Problem, rows: slice) -> Piece:
-    """Query the mask tile by tile, and leave out the sources of the EMPTY ones."""
+    """Leave out sources that the mask does not list, or those of tiles that are EMPTY."""
     query, source = problem.query.shape[-2], problem.key.shape[-2]
     mask, lines = problem.mask, range(rows.start, rows.stop)
     assert mask is not None
+    if source > LISTED:
+        columns = mask.sources(lines, problem.sizes)
+        if columns is not None and len(columns) <= source // FEW:
+            return Piece(rows, columns.to(problem.query.device), slice(0, 0))
     blocks = [range(at, min(at + WIDTH, source)) for at in range(0, source, WIDTH)]
     kinds = [int(mask.block(lines, block, query, source)) for block in blocks]
     kept = [block for block, kind in zip(blocks, kinds, strict=True) if kind]
