@@ -27,6 +27,7 @@ FLOORS = [
     {"dependence", "heads"},
     {"models"},
     {"views"},
+    {"integrations"},
     {TOP},
     {"cli"},
     {"__main__"},

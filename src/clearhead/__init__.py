@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clearhead import biases, heads, masks, models, readings
+    from clearhead import biases, heads, integrations, masks, models, readings
     from clearhead.attention import attend
     from clearhead.dependence import assert_causal, audit, influence
     from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
@@ -46,6 +46,7 @@ __all__ = [  # noqa: RUF022
     "models",
     "view",
     "record_from",
+    "integrations",
 ]
 
 _HOMES = {
@@ -69,6 +70,7 @@ _HOMES = {
     "models": "models",
     "view": "views",
     "record_from": "views",
+    "integrations": "integrations",
 }
 
 
