@@ -99,7 +99,15 @@ HONEST = {
         """,
     **{
         f"{package}/__init__.py": ""
-        for package in ("biases", "layers", "_capture", "intervention", "dependence", "views")
+        for package in (
+            "biases",
+            "layers",
+            "_capture",
+            "intervention",
+            "dependence",
+            "views",
+            "integrations",
+        )
     },
 }
 CIRCLE = {

@@ -76,16 +76,19 @@ def output_attentions(model: nn.Module) -> AttentionOutput:
     return AttentionOutput(model)
 
 
-def unsupported_reasons(model: nn.Module) -> list[str]:
-    """Give the reasons why a model cannot be served; empty where none shows in its source.
+def unsupported_reasons(model: nn.Module | type[nn.Module]) -> list[str]:
+    """Give the reasons why a model, or its class, cannot be served; none that its source shows: [].
 
     A model with attention of its own ignores `attn_implementation`. Where it asks for a mask it is
     refused at its first forward; where it does not, nothing of this library is called, and only
     this function says so.
     """
-    if not isinstance(model, nn.Module):
-        raise type_error("model", "is a module", got=type(model).__name__)
-    sources = {type(module).__module__ for module in model.modules()}
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        sources = {model.__module__}
+    elif isinstance(model, nn.Module):
+        sources = {type(module).__module__ for module in model.modules()}
+    else:
+        raise type_error("model", "is a module or its class", got=repr(model))
     return [reason for name in sorted(sources) for reason in reasons_of(name)]
 
 

@@ -34,7 +34,7 @@ _ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 _ASKS = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reasons_of(name: str) -> tuple[str, ...]:
     """Give the reasons why the models of a Python module cannot be served, by its source."""
     source = _source(name)
