@@ -88,7 +88,8 @@ def test_gradients_are_right(impl: str) -> None:
     torch.manual_seed(1)
     inputs = [x.requires_grad_() for x in torch.randn(3, 1, 1, SIZE, 4)]
     outer = torch.randn(1, 1, SIZE, 4)
-    found = torch.autograd.grad(ch.attend(*inputs, mask, impl=impl), inputs, outer)
+    q, k, v = inputs
+    found = torch.autograd.grad(ch.attend(q, k, v, mask, impl=impl), inputs, outer)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     q, k, v = exact
     scores = (q @ k.mT / 2).masked_fill(~allowed, -torch.inf)

@@ -125,7 +125,7 @@ class Listed(Mask):
         return f"({at}, {j}) is {'' if (at, j) in self.pairs else 'not '}among its {count}"
 
 
-def edges(pairs: Iterable[tuple[int, int]], align: Align = "end") -> Mask:
+def edges(pairs: Iterable[tuple[int, int]] | Tensor, align: Align = "end") -> Mask:
     """Exactly these edges: (query, source) pairs, in positions of the whole sequence.
 
     >>> print(edges([(3, 0), (3, 1)]).picture(4))
