@@ -181,7 +181,8 @@ def mask() -> Record:
     record.chunks = {name: data for name, data in record.chunks.items() if name.startswith("mask")}
     record.chunks |= {"part/0": runs(_lower(7)), "part/1": runs(near)}
     parts = [{"name": "causal()", "mask": "part/0"}, {"name": "window(3)", "mask": "part/1"}]
-    record.header |= {"kind": "mask", "parts": parts}
+    record.header["kind"] = "mask"
+    record.header["layers"][0]["parts"] = parts
     return record
 
 
@@ -235,7 +236,11 @@ def live() -> Record:
         for query in range(60):
             row = WEIGHTS["live"][head, query].astype("<f4").tobytes()
             record.chunks[f"row/0/0/{head}/{query}"] = row
-    record.header["live"] = True
+    for head in range(2):
+        for source in range(60):
+            column = WEIGHTS["live"][head, :, source].astype("<f4").tobytes()
+            record.chunks[f"column/0/0/{head}/{source}"] = column
+    record.header["layers"][0]["live"] = True
     return record
 
 

@@ -158,9 +158,10 @@ def effects(
 
 def _words(metric: Callable[[Any], Any] | None, position: int) -> str:
     if metric is None:
-        return f"log-probability (nats) of the token predicted at position {position}"
+        where = "the last position" if position == -1 else f"position {position}"
+        return f"log-probability (nats) of the token predicted at {where}"
     name = getattr(metric, "__name__", type(metric).__name__)
-    return "the given metric" if name == "<lambda>" else name
+    return "metric that was given" if name == "<lambda>" else name
 
 
 def _spearman(left: list[float], right: list[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html as escape
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,7 @@ def view(
     if other is not None:
         labels = tokens if other_tokens is None else other_tokens
         shown = beside(shown, shown_of(other, labels), names)
+        shown = shown if title else replace(shown, title=f"{names[0]} − {names[1]}")
     return _checked(shown)
 
 

@@ -12,6 +12,7 @@ from clearhead._core import value_error
 from clearhead.heads import ROLES, Survey, pooled
 from clearhead.views.content.chunks import PageContent
 from clearhead.views.content.statistics import about, table_of
+from clearhead.views.text.words import many
 
 __all__ = ["ShownAtlas", "atlas_of_survey", "atlas_of_table"]
 
@@ -113,10 +114,13 @@ def atlas_of_survey(survey: Survey, title: str | None, record: Any) -> ShownAtla
         modules[row.layer] = row.module
         if "." not in row.statistic:
             means.setdefault((row.layer, row.head), {})[row.statistic] = row.mean
-    words = [f"{survey.sequences:,} sequences, {survey.tokens:,} tokens.", *survey.notes]
+    words = [
+        f"Over {many(survey.sequences, 'sequence')}, {many(survey.tokens, 'token')}.",
+        *survey.notes,
+    ]
     if survey.looks_untrained:
         words.append("looks untrained: every head attends evenly; were the weights loaded?")
-    return ShownAtlas(means, modules, {}, tuple(words), title or "Atlas of heads", record)
+    return ShownAtlas(means, modules, {}, tuple(words), title or "Heads of a model", record)
 
 
 def _numbers(layers: list[dict[str, Any]]) -> list[int]:

@@ -33,9 +33,10 @@ def beside(shown: Shown, other: Shown, names: Sequence[str]) -> Shown:
     left = max(len(shown.layers), len(other.layers)) - sum(fit)
     if left:
         notes.append(f"{left} layers have no counterpart, and are shown without a difference")
-    return replace(
-        shown, other=other, names=(names[0], names[1]), notes=tuple(dict.fromkeys(notes))
-    )
+    if [axis.labels for axis in shown.axes] != [axis.labels for axis in other.axes]:
+        notes.append(f"the tokens differ: a difference is shown at those of {names[0]}")
+    unique = tuple(dict.fromkeys(notes))
+    return replace(shown, other=other, names=(names[0], names[1]), notes=unique)
 
 
 def with_effects(shown: Shown, effects: Any) -> Shown:

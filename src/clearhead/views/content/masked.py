@@ -68,7 +68,7 @@ class ShownMask:
                     words = partial(worded, call.mask, call.sizes, sample)
                     makers[f"why/{sample}/{index}"] = words
             entries.append(_entry(call, index, reasons.parts[index], small))
-        edges = [f"The mask {call.mask!r:.300}." for call in self.calls[:1]]
+        edges = [f"{call.mask!r:.300}" for call in self.calls if len(self.calls) == 1]
         header = {
             "schema": "clearhead.view",
             "version": 1,
@@ -76,7 +76,7 @@ class ShownMask:
             "title": self.title,
             "made_by": "clearhead",
             "notes": [],
-            "holds": [*edges, "Every edge, and why it is allowed or blocked."],
+            "holds": ["Every edge, and why it is allowed or blocked.", *edges],
             "samples": batch,
             "axes": [axis.entry() for axis in self.axes],
             "layers": entries,
@@ -99,7 +99,8 @@ def shown_mask(
     sizes = Sizes(mask.own.batch or 1, mask.own.head or 1, query, source)
     mask.check(sizes)
     axes, at = axes_of([CallPlace("self", "", sizes)], tokens)
-    name = repr(mask)
+    # The first line of its print: the expression without the usual alignment.
+    name = str(mask).partition("\n")[0]
     name = name if len(name) <= 80 else f"{name[:79]}…"
     return ShownMask((MaskCall(mask, sizes, axes=at[0]),), tuple(axes), title or name)
 

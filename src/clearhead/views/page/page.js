@@ -7,7 +7,7 @@ import { count, number, sentence, size, visible } from "./base/text.js";
 import { buildChoices, buildHelp, buildLegend, buildMapTools, buildSearch } from "./parts/controls.js";
 import { HeadsView } from "./parts/heads.js";
 import { MapView } from "./parts/map.js";
-import { QuestionView } from "./parts/question.js";
+import { QuestionView, headWords } from "./parts/question.js";
 import { StripView } from "./parts/strip.js";
 import { AtlasView, segmentTable } from "./parts/tables.js";
 import { WhyView } from "./parts/why.js";
@@ -131,7 +131,8 @@ class Page {
     const checks = header.layers.map(({ check }) => check).filter((c) => c !== null && c !== undefined);
     const lines = [...header.holds, ...header.notes,
       checks.length ? `Largest difference of the weights from the model's own output, over sampled rows: ${number(Math.max(.../** @type {number[]} */ (checks)))}.` : "",
-      entry && bytes ? `${size(bytes)} of data. ${header.live ? "" : "Nothing is loaded from the network."}` : ""];
+      entry && bytes ? `${size(bytes)} of data. ${header.live ? "" : "Nothing is loaded from the network."}` : "",
+      header.live ? "This page is served: weights are sent when they are looked at." : ""];
     return element("footer", { class: "card about" }, element("h2", null, "What this page holds"),
       element("ul", null, lines.filter(Boolean).map((line) => element("li", null, sentence(line, 600)))),
       element("p", { class: "under" }, sentence(header.made_by ?? "", 120)));
@@ -139,24 +140,26 @@ class Page {
 
   buildControls() {
     buildChoices(this.model, this.choices);
-    if (this.isMask && this.model.header.layers.length === 1) fill(this.choices);
     buildMapTools(this.map, () => this.dark, this.mapTools);
   }
 
   /** @param {Set<string>} changed */
   onChange(changed) {
     const any = (/** @type {string[]} */ ...keys) => keys.some((key) => changed.has(key));
-    if (any("entry", "sample")) this.strip.build();
+    if (any("entry", "sample", "side")) this.strip.build();
     if (any("entry", "sample", "query") && !this.strip.root.matches(":hover")) this.strip.revealQuery();
-    if (any("entry", "head", "sample", "side", "scale", "norm", "overview", "hide")) this.buildControlsUnlessUsed();
+    if (any("entry", "head", "sample", "side", "scale", "norm", "overview", "hide", "rows")) this.buildControlsUnlessUsed();
     if (any("theme")) this.recolour();
-    if (any("entry", "head", "sample", "side", "scale", "norm", "overview", "hide", "zoom") || (any("source") && this.model.state.hide === "chosen")) this.map.redraw();
+    if (any("entry", "head", "sample", "side", "scale", "norm", "overview", "hide", "rows", "zoom") || (any("source") && this.model.state.hide === "chosen")) this.map.redraw();
     if (any("sort", "least", "sample", "side", "scale")) this.heads.build();
     if (any("sample")) this.atlas?.build();
-    if (any("entry", "head")) this.heads.mark();
-    if (any("entry", "head", "sample", "side")) void this.showSegments().catch(this.model.report);
+    if (any("entry", "head")) {
+      this.heads.mark();
+      this.atlas?.mark();
+    }
+    if (any("entry", "head", "sample", "side", "hide", "rows")) void this.showSegments().catch(this.model.report);
     this.map.drawOver();
-    if (any("preview", "query", "source", "locked", "entry", "head", "sample", "side", "hide", "scale")) void this.showPair().catch(this.model.report);
+    if (any("preview", "query", "source", "locked", "entry", "head", "sample", "side", "hide", "rows", "scale")) void this.showPair().catch(this.model.report);
   }
 
   /** Selects keep their focus: they are built anew only when they show something else. */
@@ -172,8 +175,11 @@ class Page {
 
   async showPair() {
     const { model } = this;
-    if (!model.drawn && !this.isMask) return;
     const turn = ++this.turn;
+    if (!model.drawn) {
+      this.readout.textContent = model.header.layers.some((e) => e.encoding || e.top || e.cells) ? `This record holds no maps of ${sentence(headWords(model), 80)}.` : "";
+      return;
+    }
     const { query } = model.pair;
     const [row, allowed] = await Promise.all([this.isMask ? maskRow(model, query) : model.row(query), model.allowed(query)]);
     if (turn !== this.turn) return;
@@ -182,6 +188,12 @@ class Page {
     void this.questions?.showColumn(model.watchedSource()).catch(model.report);
     void this.why?.show().catch(model.report);
     this.readout.textContent = this.sayCell(row, allowed);
+    const { source } = model.pair;
+    if (source === null || this.isMask) return;
+    const blocked = !isAllowed(allowed, source);
+    const reasons = blocked ? await model.reasons(query, source) : [];
+    const words = reasons.filter((reason) => reason.startsWith("blocked by") || reason.endsWith("blocks it"));
+    if (turn === this.turn && words.length) this.readout.textContent += ` ${words.join("; ")}.`;
   }
 
   /**

@@ -60,7 +60,7 @@ export function fromDocument() {
 /** The source of a served page. @returns {Promise<Source>} */
 export async function fromServer() {
   const get = async (/** @type {string} */ path) => {
-    const answer = await fetch(path);
+    const answer = await fetch(path).catch(() => { throw new Error("the server does not answer: was it stopped?"); });
     if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
     return answer;
   };

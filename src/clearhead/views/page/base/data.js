@@ -7,19 +7,21 @@
  *   queries: number, sources: number, query_axis: number, source_axis: number,
  *   rows: number[] | null, offset: number, mask: string | null, check: number | null,
  *   encoding: "f32" | "log8" | null, steps?: number, top: number, cells: number, sums: boolean,
- *   top_encoding?: "f32" | "f16" | "log8" | "planes", top_steps?: number}} Entry
+ *   top_encoding?: "f32" | "f16" | "log8" | "planes", top_steps?: number, live?: boolean,
+ *   parts?: MaskPart[], why?: string | null, roles?: string[][]}} Entry
  * @typedef {{name: string, label: string, unit: string, definition: string, paper: string}} Statistic
- * @typedef {{sample: number, query: number, source: number, layer: number | null,
- *   head: number | null, weight: number, effect: number, metric: string}} Effect
+ * @typedef {{sample: number | null, query: number | null, source: number | null,
+ *   layer: number | null, head: number | null, weight: number, effect: number, metric: string,
+ *   where?: string}} Effect
  * @typedef {{name: string, mask: string}} MaskPart
  * @typedef {{schema: string, version: number, kind?: "attention" | "mask" | "atlas", title: string,
  *   made_by: string, notes: string[], holds: string[], samples: number, axes: Axis[],
  *   layers: Entry[], statistics: Statistic[], effects: Effect[], chunks: Record<string, number>,
- *   live?: boolean, parts?: MaskPart[],
+ *   live?: boolean,
  *   other?: {title: string, name: string, other_name: string, layers: Entry[]}}} Header
  * @typedef {{header: any, chunk(name: string): Promise<Uint8Array>, hash?: boolean}} Source
  * @typedef {{values: Float32Array, known: Uint8Array | null, sum: number, about: boolean,
- *   held: "all" | "top" | "none"}} Row
+ *   held: "all" | "top" | "none", left?: number}} Row
  * @typedef {{sources: Uint32Array, weights: Float32Array, each: number, rows: number}} Top
  * @typedef {{mean: Float32Array, max: Float32Array, rows: number, columns: number}} Blocks
  * @typedef {{start: Uint32Array, runs: Uint32Array}} Runs
@@ -349,11 +351,11 @@ export class Data {
   runs(s, e) {
     const name = this.entries[e].mask;
     if (!name) return Promise.resolve(null);
-    return this.runsOf(name.replace(/^mask\/\d+\//, `mask/${s}/`));
+    return this.runsOf(name, s);
   }
 
-  /** @param {string} name */
-  runsOf(name) {
-    return this.chunk(name, decodeRuns, (v) => v.runs.byteLength + v.start.byteLength);
+  /** The runs of a mask or of a part of one. @param {string} name of the chunk of sample 0 @param {number} s */
+  runsOf(name, s) {
+    return this.chunk(name.replace(/^(\w+)\/\d+\//, `$1/${s}/`), decodeRuns, (v) => v.runs.byteLength + v.start.byteLength);
   }
 }

@@ -4,6 +4,8 @@
 /** @typedef {{sequential: Uint32Array, diverging: Uint32Array, dark: boolean}} Palette */
 
 const STEPS = 256;
+// Where an allowed edge of a mask stands on the palette: a mask is no weight of one.
+export const ALLOWED = 0.62;
 
 /** @type {Map<boolean, Palette>} */
 const made = new Map();

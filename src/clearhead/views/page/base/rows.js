@@ -18,8 +18,8 @@ const NONE = 0xffffffff;
 export async function rowAt({ data, s, e, h }, query) {
   const entry = data.entries[e];
   const row = data.rowOf(entry, query);
-  if (data.source.header.live) return liveRow({ data, s, e, h }, query);
   if (row < 0) return noRow(entry.sources);
+  if (entry.live) return liveRow({ data, s, e, h }, query);
   if (entry.encoding) {
     const all = await data.matrix(s, e, h);
     const values = all.slice(row * entry.sources, (row + 1) * entry.sources);
@@ -30,6 +30,11 @@ export async function rowAt({ data, s, e, h }, query) {
   }
   if (entry.top) return topRow({ data, s, e, h }, row);
   return noRow(entry.sources);
+}
+
+/** @param {Uint8Array} bytes */
+function decodeNumbers(bytes) {
+  return new Float32Array(bytes.slice().buffer);
 }
 
 /** @param {number} sources @returns {Row} */
@@ -45,13 +50,46 @@ function noRow(sources) {
  */
 export async function liveRow({ data, s, e, h }, query) {
   const heads = h >= 0 ? [h] : data.entries[e].heads.map((_, i) => i);
-  const decode = (/** @type {Uint8Array} */ bytes) => new Float32Array(bytes.slice().buffer);
   const rows = await Promise.all(
-    heads.map((head) => data.chunk(`row/${s}/${e}/${head}/${query}`, decode, (v) => v.byteLength)),
+    heads.map((head) => data.chunk(`row/${s}/${e}/${head}/${query}`, decodeNumbers, (v) => v.byteLength)),
   );
   const values = new Float32Array(data.entries[e].sources);
   for (const row of rows) row.forEach((value, i) => { values[i] += value / heads.length; });
   return { values, known: null, sum: total(values), about: false, held: "all" };
+}
+
+/**
+ * A row without some sources, the others scaled so that they sum to 1 again; where nothing is left
+ * of it, a row of zeros.
+ * @param {Row} row
+ * @param {Set<number>} hidden
+ * @returns {Row}
+ */
+export function withoutSources(row, hidden) {
+  if (!hidden.size || row.held !== "all") return row;
+  const values = row.values.slice();
+  for (const source of hidden) values[source] = 0;
+  const left = total(values);
+  if (left > 0) values.forEach((value, i) => { values[i] = value / left; });
+  return { ...row, values, left, sum: left > 0 ? 1 : left };
+}
+
+/**
+ * The same for all rows of a map: the scaled weights, and what was left of each row.
+ * @param {Float32Array} all
+ * @param {number} sources
+ * @param {Set<number>} hidden
+ */
+export function matrixWithout(all, sources, hidden) {
+  const values = all.slice();
+  const left = new Float32Array(sources ? all.length / sources : 0);
+  for (let row = 0; row < left.length; row++) {
+    const cells = values.subarray(row * sources, (row + 1) * sources);
+    for (const source of hidden) cells[source] = 0;
+    left[row] = total(cells);
+    if (left[row] > 0) for (let i = 0; i < sources; i++) cells[i] /= left[row];
+  }
+  return { values, left };
 }
 
 /** Put the exact largest weights where codes are coarse.
@@ -108,14 +146,16 @@ function total(values) {
  * The weights that every query puts on one source, by row of the record.
  * @param {Place} place
  * @param {number} source
+ * @param {Set<number>} without sources that are left out of the rows, which sum to 1 again
  * @returns {Promise<Column | null>} null where the record holds no single weights
  */
-export async function columnAt({ data, s, e, h }, source) {
+export async function columnAt({ data, s, e, h }, source, without) {
   const entry = data.entries[e];
   const rows = entry.rows ? entry.rows.length : entry.queries;
   const values = new Float32Array(rows);
+  if (entry.live) return liveColumn({ data, s, e, h }, source, without);
   if (entry.encoding) {
-    const all = await data.matrix(s, e, h);
+    const all = await mapOf({ data, s, e, h }, without);
     for (let row = 0; row < rows; row++) values[row] = all[row * entry.sources + source];
     return { values, known: null, about: entry.encoding === "log8" };
   }
@@ -131,6 +171,43 @@ export async function columnAt({ data, s, e, h }, source) {
     }
   }
   return { values, known, about: heads.length > 1 || entry.top_encoding !== "f16" };
+}
+
+/**
+ * All weights of what is chosen.
+ * @param {Place} place
+ * @param {Set<number>} without
+ */
+export async function mapOf({ data, s, e, h }, without) {
+  const all = await data.matrix(s, e, h);
+  if (!without.size) return all;
+  const { sources } = data.entries[e];
+  const make = async () => matrixWithout(all, sources, without);
+  const name = `without/${[...without].join("-")}/${s}/${e}/${h}`;
+  return (await data.kept.get(name, make, (v) => v.values.byteLength)).values;
+}
+
+/**
+ * A column that the server or the kernel is asked for.
+ * @param {Place} place
+ * @param {number} source
+ * @param {Set<number>} without
+ * @returns {Promise<Column>}
+ */
+async function liveColumn({ data, s, e, h }, source, without) {
+  const heads = h >= 0 ? [h] : data.entries[e].heads.map((_, i) => i);
+  const ask = async (/** @type {number} */ at) => {
+    const names = heads.map((head) => `column/${s}/${e}/${head}/${at}`);
+    const all = await Promise.all(names.map((name) => data.chunk(name, decodeNumbers, (v) => v.byteLength)));
+    return all[0].map((_, i) => all.reduce((sum, one) => sum + one[i], 0) / heads.length);
+  };
+  const values = await ask(source);
+  if (!without.size) return { values, known: null, about: false };
+  if (without.has(source)) return { values: values.fill(0), known: null, about: false };
+  const left = new Float32Array(values.length);
+  for (let row = 0; row < left.length; row++) left[row] = await meanSum({ data, s, e, h }, row);
+  for (const column of await Promise.all([...without].map(ask))) column.forEach((value, row) => { left[row] -= value; });
+  return { values: values.map((value, row) => (left[row] > 0 ? value / left[row] : 0)), known: null, about: true };
 }
 
 /**
@@ -194,6 +271,24 @@ export function allows(runs, data, e, query, source) {
     if (runs.runs[i] <= source && source < runs.runs[i + 1]) return true;
   }
   return false;
+}
+
+/**
+ * The runs of both.
+ * @param {[number, number][] | null} one
+ * @param {[number, number][] | null} other
+ * @returns {[number, number][] | null}
+ */
+export function union(one, other) {
+  if (!one || !other) return null;
+  /** @type {[number, number][]} */
+  const found = [];
+  for (const [start, stop] of [...one, ...other].sort((a, b) => a[0] - b[0])) {
+    const last = found[found.length - 1];
+    if (last && start <= last[1]) last[1] = Math.max(last[1], stop);
+    else found.push([start, stop]);
+  }
+  return found;
 }
 
 /**

@@ -1,14 +1,14 @@
 // What is chosen and what the pointer previews; who listens; and the address that says it all.
 
 import { Data } from "./data.js";
-import { allowedOf, columnAt, difference, rowAt } from "./rows.js";
-import { visible } from "./text.js";
+import { allowedOf, allows, columnAt, difference, mapOf, rowAt, union, withoutSources } from "./rows.js";
+import { sentence, visible } from "./text.js";
 
 /**
  * @typedef {"linear" | "sqrt" | "log"} Scale
  * @typedef {{sample: number, entry: number, head: number, query: number, source: number | null,
  *   locked: boolean, scale: Scale, norm: "row" | "map", overview: "max" | "mean", side: Side,
- *   hide: "none" | "1" | "4" | "chosen", zoom: Region | null, sort: string, least: number | null,
+ *   hide: "none" | "1" | "4" | "chosen", rows: "kept" | "scaled", zoom: Region | null, sort: string, least: number | null,
  *   theme: "auto" | "light" | "dark"}} State
  * @typedef {"this" | "other" | "difference"} Side
  * @typedef {[number, number, number, number]} Region first and last query (exclusive), then sources
@@ -28,8 +28,8 @@ export class Model {
     this.other = other ? new Data(source, other.layers, "other/") : null;
     /** @type {State} */
     this.state = {
-      sample: 0, entry: 0, head: 0, query: 0, source: null, locked: false, scale: "sqrt",
-      norm: "map", overview: "max", side: other ? "difference" : "this", hide: "none", zoom: null,
+      sample: 0, entry: 0, head: 0, query: 0, source: null, locked: false, scale: this.usualScale,
+      norm: "map", overview: "max", side: other ? "difference" : "this", hide: "none", rows: "kept", zoom: null,
       sort: "layer", least: null, theme: "auto",
     };
     /** @type {Pair | null} */
@@ -108,6 +108,11 @@ export class Model {
     if (this.source.hash && [...changed].some((key) => !TRANSIENT.has(key))) this.writeHash();
   }
 
+  /** @returns {Scale} */
+  get usualScale() {
+    return this.header.kind === "mask" ? "linear" : "sqrt";
+  }
+
   get entry() {
     return this.header.layers[this.state.entry];
   }
@@ -149,16 +154,22 @@ export class Model {
     return this.header.axes[index]?.labels?.[this.state.sample]?.[position] ?? null;
   }
 
+  /** The call whose axes have the labels: the other record's where that one is shown. */
+  get labelled() {
+    const other = this.state.side === "other" && this.comparable ? this.header.other?.layers[this.state.entry] : null;
+    return other ?? this.entry;
+  }
+
   /** @param {number} query @param {number} [most] */
   queryLabel(query, most) {
     const position = this.positionOf(query);
-    const raw = this.rawLabel(this.entry.query_axis, position);
+    const raw = this.rawLabel(this.labelled.query_axis, position);
     return raw === null ? `#${position}` : visible(raw, most);
   }
 
   /** @param {number} source @param {number} [most] */
   sourceLabel(source, most) {
-    const raw = this.rawLabel(this.entry.source_axis, source);
+    const raw = this.rawLabel(this.labelled.source_axis, source);
     return raw === null ? `#${source}` : visible(raw, most);
   }
 
@@ -194,20 +205,48 @@ export class Model {
 
   /** @param {number} query */
   async row(query) {
-    const [one, other] = await Promise.all(this.sides().map(([d]) => rowAt(this.at(d), query)));
+    const without = this.leftOut();
+    const [one, other] = await Promise.all(this.sides().map(async ([d]) => withoutSources(await rowAt(this.at(d), query), without)));
     return other ? difference(one, other) : one;
   }
 
   /** @param {number} source */
   async column(source) {
-    const [one, other] = await Promise.all(this.sides().map(([d]) => columnAt(this.at(d), source)));
+    const [one, other] = await Promise.all(this.sides().map(([d]) => columnAt(this.at(d), source, this.leftOut())));
     return one && other ? difference(one, other) : one;
   }
 
-  /** @param {number} query */
+  /** All weights of what is chosen, of one side. @param {Data} data */
+  matrix(data) {
+    return mapOf(this.at(data), this.leftOut());
+  }
+
+  /** The runs of sources that a query may attend to, on any side that is shown. @param {number} query */
   async allowed(query) {
     const { sample, entry } = this.state;
-    return allowedOf(await this.data.runs(sample, entry), this.data, entry, query);
+    const runs = await Promise.all(this.sides().map(async ([data]) => allowedOf(await data.runs(sample, entry), data, entry, query)));
+    return runs.reduce(union);
+  }
+
+  /**
+   * Why an edge is allowed or blocked: the mask's own words, or what each of its parts says.
+   * @param {number} query
+   * @param {number} source
+   * @returns {Promise<string[]>}
+   */
+  async reasons(query, source) {
+    const { sample, entry: e } = this.state;
+    const { parts, why } = this.entry;
+    const text = async (/** @type {string} */ name) => JSON.parse(new TextDecoder().decode(await this.source.chunk(name)));
+    if (this.header.live && this.entry.mask) return (await text(`why/${sample}/${e}/${query}/${source}`)).map((/** @type {string} */ words) => sentence(words));
+    if (why) {
+      const all = await this.data.kept.get(`why/${sample}/${e}`, () => text(why.replace("/0/", `/${sample}/`)), () => 1e6);
+      return all[query][source].map((/** @type {string} */ words) => sentence(words));
+    }
+    return Promise.all((parts ?? []).map(async ({ name, mask }) => {
+      const open = allows(await this.data.runsOf(mask, sample), this.data, e, query, source);
+      return `${sentence(name, 120)} ${open ? "allows" : "blocks"} it`;
+    }));
   }
 
   /** The sources that are hidden. */
@@ -216,6 +255,16 @@ export class Model {
     if (hide === "chosen") return new Set(source === null ? [] : [source]);
     const many = hide === "none" ? 0 : Number(hide);
     return new Set(Array.from({ length: Math.min(many, this.entry.sources) }, (_, i) => i));
+  }
+
+  /** Whether whole rows are held, which can be scaled. */
+  get wholeRows() {
+    return Boolean(this.entry.encoding || this.entry.live);
+  }
+
+  /** The sources without which rows sum to 1 again. @returns {Set<number>} */
+  leftOut() {
+    return this.state.rows === "scaled" && this.wholeRows ? this.hidden() : new Set();
   }
 
   /** The address was changed by hand, or by the way back. */
@@ -235,7 +284,7 @@ export class Model {
     if (locked) words.set("query", String(query));
     if (locked && source !== null) words.set("source", String(source));
     if (zoom) words.set("zoom", zoom.join("-"));
-    const usual = { scale: "sqrt", norm: "map", overview: "max", side: this.other ? "difference" : "this", hide: "none", sort: "layer", least: null, theme: "auto" };
+    const usual = { scale: this.usualScale, norm: "map", overview: "max", side: this.other ? "difference" : "this", hide: "none", rows: "kept", sort: "layer", least: null, theme: "auto" };
     for (const [key, value] of Object.entries(rest)) {
       if (value !== /** @type {any} */ (usual)[key]) words.set(key, String(value));
     }
@@ -264,6 +313,7 @@ export class Model {
     oneOf(words, state, "norm", ["row", "map"]);
     oneOf(words, state, "overview", ["max", "mean"]);
     oneOf(words, state, "hide", ["none", "1", "4", "chosen"]);
+    oneOf(words, state, "rows", ["kept", "scaled"]);
     oneOf(words, state, "theme", ["auto", "light", "dark"]);
     if (this.other) oneOf(words, state, "side", ["this", "other", "difference"]);
     oneOf(words, state, "sort", this.header.statistics.map(({ name }) => name));

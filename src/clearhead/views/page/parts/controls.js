@@ -1,11 +1,11 @@
 // The choices above and beside the map, search, help and the theme.
 
 import { button, choice, element, fill } from "../base/dom.js";
-import { colourAt, css, palette } from "../base/palette.js";
+import { ALLOWED, colourAt, css, palette } from "../base/palette.js";
 import { number, sentence, visible } from "../base/text.js";
 import { fileName, save, toCsv, toPng, toSvg } from "./export.js";
 import { contextOf, inkOf, patternOf } from "./paint.js";
-import { BLOCKED, BROKEN, HIDDEN, UNHELD } from "./raster.js";
+import { BARE, BLOCKED, BROKEN, HIDDEN, UNHELD } from "./raster.js";
 
 /** @typedef {import("../base/state.js").Model} Model */
 
@@ -19,10 +19,11 @@ export function buildChoices(model, root) {
   if (heads.length > 1) heads.unshift(["-1", `mean of ${heads.length}`]);
   const samples = Array.from({ length: header.samples }, (_, s) => /** @type {[string, string]} */ ([String(s), String(s)]));
   const other = header.other;
+  const isMask = header.kind === "mask";
   fill(
     root,
-    choice("Layer", layers, String(state.entry), (e) => model.set({ entry: Number(e) }), { class: "wide" }),
-    choice("Head", heads, String(entry.heads.length > 1 ? state.head : 0), (h) => model.set({ head: Number(h) })),
+    isMask && layers.length === 1 ? null : choice("Layer", layers, String(state.entry), (e) => model.set({ entry: Number(e) }), { class: "wide" }),
+    isMask ? null : choice("Head", heads, String(entry.heads.length > 1 ? state.head : 0), (h) => model.set({ head: Number(h) })),
     header.samples > 1 ? choice("Sample", samples, String(state.sample), (s) => model.set({ sample: Number(s) })) : null,
     other && !model.comparable ? element("p", { class: "under" }, "The other record has no such layer with these heads and positions.") : null,
     other && model.comparable
@@ -66,6 +67,8 @@ export function buildMapTools(map, dark, root) {
       choice("Against", [["map", "the whole map"], ["row", "each row"]], state.norm, set("norm")),
       choice("Groups", [["max", "largest"], ["mean", "mean"]], state.overview, set("overview")),
       choice("Hide", [["none", "no source"], ["1", "first source"], ["4", "first 4 sources"], ["chosen", "locked source"]], state.hide, set("hide")),
+      state.hide === "none" ? null : choice("Rows", [["kept", "stay as they are"], ["scaled", "sum to 1 again"]], model.wholeRows ? state.rows : "kept", set("rows"),
+        { disabled: !model.wholeRows, title: model.wholeRows ? "What becomes of the weights beside hidden sources" : "Only rows that are held whole can be scaled" }),
     ],
     entry.queries * entry.sources > 16 ? zoomed : null, saves);
 }
@@ -82,14 +85,14 @@ export function buildLegend(map, dark, root) {
   const { difference, largest, detail, states } = raster;
   const colours = palette(dark);
   const table = difference ? colours.diverging : colours.sequential;
+  const isMask = model.header.kind === "mask";
   const bar = element("canvas", { width: 128, height: 10, "aria-hidden": "true", class: "bar-of-colours" });
   const context = contextOf(bar);
   for (let x = 0; x < 128; x++) {
-    context.fillStyle = css(colourAt(table, x / 127));
+    context.fillStyle = css(colourAt(table, (isMask ? ALLOWED : 1) * x / 127));
     context.fillRect(x, 0, 1, 10);
   }
   const top = norm === "row" ? "largest of the row" : number(largest);
-  const isMask = model.header.kind === "mask";
   const groups = { cells: "each cell is one weight", groups: `each pixel is the ${difference ? "mean" : model.state.overview === "max" ? "largest" : "mean"} of a group of weights`,
     blocks: `overview: ${model.state.overview === "max" ? "largest" : "mean"} weight of each block; zoom in for single weights` }[detail];
   const swatch = (/** @type {number} */ state, /** @type {string} */ words) => {
@@ -103,11 +106,20 @@ export function buildLegend(map, dark, root) {
   const top16 = model.entry.top;
   fill(root,
     isMask ? null : element("span", { class: "key" }, difference ? (norm === "row" ? "−" : number(-largest)) : "0", bar, `${top} (${scale === "sqrt" ? "square root" : scale})`),
-    isMask ? element("span", { class: "key" }, "0", bar, detail === "cells" ? "allowed" : "share of the edges that are allowed") : null,
+    isMask && detail !== "cells" ? element("span", { class: "key" }, "0", bar, `1: share of the edges that are allowed`) : null,
+    isMask && detail === "cells" ? element("span", { class: "key" }, solid(css(colourAt(table, ALLOWED))), "allowed") : null,
     swatch(BLOCKED, "blocked by the mask"),
     swatch(UNHELD, top16 ? `not among the ${top16} largest of its row` : "not held"),
-    swatch(BROKEN, "NaN"), swatch(HIDDEN, "hidden; the other weights stay as they are"),
+    swatch(BROKEN, "NaN"), swatch(HIDDEN, model.leftOut().size ? "hidden; the other weights of a row sum to 1 again" : "hidden; the other weights stay as they are"),
+    swatch(BARE, "nothing is left of the row"),
     isMask ? null : element("span", { class: "key" }, groups));
+}
+
+/** @param {string} colour */
+function solid(colour) {
+  const box = element("span", { class: "swatch solid" });
+  box.style.backgroundColor = colour;
+  return box;
 }
 
 /** Finds tokens. @param {Model} model @param {(pair: import("../base/state.js").Pair) => void} found */

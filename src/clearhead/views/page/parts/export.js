@@ -135,7 +135,7 @@ export function toCsv(map) {
   if (!raster) throw new Error("nothing is drawn");
   const { region: [q0, q1, s0, s1], columns, rows, values, states, detail } = raster;
   const cells = detail === "cells";
-  const words = ["", "blocked", "not held", "", "hidden"];
+  const words = ["", "blocked", "not held", "", "hidden", "nothing left"];
   const lines = [cells ? "query,source,query_token,source_token,weight,state" : "query_start,query_stop,source_start,source_stop,weight,state"];
   for (let y = 0; y < rows; y++) {
     const top = pixelStart(y, rows, q0, q1);

@@ -75,8 +75,9 @@ export class MapView {
   }
 
   async draw() {
-    if (!this.model.drawn || !this.root.clientWidth) return;
+    if (!this.root.clientWidth) return;
     const turn = ++this.turn;
+    if (!this.model.drawn) return this.clear();
     const frame = this.layout();
     const ratio = devicePixelRatio || 1;
     const alive = () => turn === this.turn;
@@ -88,6 +89,12 @@ export class MapView {
     this.paintOver();
     this.describe();
     for (const listener of this.painted) listener();
+  }
+
+  /** Where the chosen call has no map. */
+  clear() {
+    this.frame = this.raster = null;
+    for (const canvas of [this.base, this.over]) canvas.width = canvas.height = 0;
   }
 
   /** @param {number} ratio */

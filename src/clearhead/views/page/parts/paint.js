@@ -2,7 +2,7 @@
 
 import { element } from "../base/dom.js";
 import { palette } from "../base/palette.js";
-import { BLOCKED, BROKEN, HIDDEN, UNHELD, paint } from "./raster.js";
+import { BARE, BLOCKED, BROKEN, HIDDEN, UNHELD, paint } from "./raster.js";
 
 /** @typedef {import("./map.js").Frame} Frame */
 
@@ -64,12 +64,12 @@ export function paintMap(context, frame, raster, model, dark, ink) {
   const { left, top, width, height } = frame;
   context.fillStyle = ink.paper;
   context.fillRect(0, 0, left + width + EDGE, top + height + EDGE);
-  for (const state of [BLOCKED, UNHELD, BROKEN, HIDDEN]) {
+  for (const state of [BLOCKED, UNHELD, BROKEN, HIDDEN, BARE]) {
     const picture = patterned(raster, state, frame, ink);
     if (picture) context.drawImage(picture, left, top, width, height);
   }
   const { scale, norm } = model.state;
-  const image = paint(raster, palette(dark), model.header.kind === "mask" ? "linear" : scale, norm);
+  const image = paint(raster, palette(dark), scale, norm);
   context.imageSmoothingEnabled = false;
   context.drawImage(canvasOf(image), left, top, width, height);
   context.strokeStyle = ink.line;
@@ -107,7 +107,8 @@ function patterned(raster, state, frame, ink) {
 }
 
 /**
- * Blocked is hatched, not held is dotted, NaN is crossed, hidden has wide vertical stripes.
+ * Blocked is hatched, not held is dotted, NaN is crossed, hidden has wide vertical stripes, and a row
+ * of which nothing is left thin horizontal ones.
  * @param {CanvasRenderingContext2D} context
  * @param {number} state
  * @param {Ink} ink
@@ -120,7 +121,8 @@ export function patternOf(context, state, ink) {
   draw.fillStyle = ink.faint;
   draw.globalAlpha = state === BROKEN ? 1 : 0.42;
   draw.lineWidth = 1;
-  if (state === UNHELD) draw.fillRect(3, 3, 1, 1);
+  if (state === BARE) draw.fillRect(0, 3, side, 1);
+  else if (state === UNHELD) draw.fillRect(3, 3, 1, 1);
   else if (state === HIDDEN) draw.fillRect(0, 0, 2, side);
   else {
     draw.beginPath();
@@ -155,13 +157,15 @@ function paintLabels(context, frame, model, ink) {
     context.textAlign = "right";
     context.fillText(`\u2068${text}\u2069`, left - 7, top + (query - q0 + 0.5) * down, left - 22);
   }
-  for (const source of ticks(s0, s1, across)) {
-    const text = across >= LABELLED_CELL ? model.sourceLabel(source, 14) : String(source);
+  const labels = ticks(s0, s1, across).map((source) => /** @type {[number, string]} */ ([source, across >= LABELLED_CELL ? model.sourceLabel(source, 14) : String(source)]));
+  // Short labels stand upright.
+  const turned = across >= LABELLED_CELL && labels.some(([, text]) => context.measureText(text).width > across - 3);
+  for (const [source, text] of labels) {
     context.save();
-    context.translate(left + (source - s0 + 0.5) * across, top - 7);
-    if (across >= LABELLED_CELL) context.rotate(-Math.PI / 3);
-    context.textAlign = across >= LABELLED_CELL ? "left" : "center";
-    context.fillText(`\u2068${text}\u2069`, 0, 0, across >= LABELLED_CELL ? top - 24 : 60);
+    context.translate(left + (source - s0 + 0.5) * across, top - (turned ? 7 : 11));
+    if (turned) context.rotate(-Math.PI / 3);
+    context.textAlign = turned ? "left" : "center";
+    context.fillText(`\u2068${text}\u2069`, 0, 0, turned ? top - 24 : 60);
     context.restore();
   }
   context.fillStyle = ink.faint;
@@ -226,14 +230,16 @@ export function paintMarks(context, frame, model, ink) {
   context.stroke();
   context.setLineDash([]);
   const { query, source } = model.pair;
-  context.strokeStyle = ink.accent;
-  context.lineWidth = 1.5;
   const tall = Math.max(3, height / (q1 - q0));
-  context.strokeRect(left - 1, y(query) - 0.75, width + 2, tall + 1.5);
-  if (source !== null) {
-    const wide = Math.max(3, width / (s1 - s0));
+  const wide = Math.max(3, width / (s1 - s0));
+  // Twice, the paper first: so it stands out from every colour of the map.
+  for (const [style, more] of /** @type {[string, number][]} */ ([[ink.paper, 2], [ink.accent, 0]])) {
+    context.strokeStyle = style;
+    context.lineWidth = 1.5 + more;
+    context.strokeRect(left - 1, y(query) - 0.75, width + 2, tall + 1.5);
+    if (source === null) continue;
     context.strokeRect(x(source) - 0.75, top - 1, wide + 1.5, height + 2);
-    context.lineWidth = model.state.locked ? 3 : 2;
+    context.lineWidth = (model.state.locked ? 3 : 2) + more;
     context.strokeRect(x(source) - 1, y(query) - 1, wide + 2, tall + 2);
   }
   context.restore();

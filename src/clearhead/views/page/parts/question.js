@@ -8,7 +8,7 @@ import { strongest } from "./strip.js";
 const FIRST = 10;
 const MORE = 40;
 
-/** @typedef {{position: number, value: number, label: string, about: boolean, effect?: import("../base/data.js").Effect}} Line */
+/** @typedef {{position: number, value: number, label: string, about: boolean, rank?: number, effect?: import("../base/data.js").Effect}} Line */
 
 export class QuestionView {
   /** @param {import("../base/state.js").Model} model */
@@ -30,7 +30,13 @@ export class QuestionView {
     const { model } = this;
     const { query } = model.pair;
     const possible = countAllowed(allowed, model.entry.sources);
-    const lines = strongest(row, this.many).map((source) => this.lineOf(row, query, source));
+    const left = model.leftOut();
+    const first = strongest(row, this.many);
+    // A cut that was made is listed, whatever the weight.
+    const cut = model.header.effects.flatMap((e) => (e.query === query && e.source !== null && effectAt(model, query, e.source) === e ? [e.source] : []));
+    const others = cut.filter((source) => !first.includes(source) && !left.has(source) && (row.held === "all" || row.known?.[source]));
+    const lines = [...first, ...new Set(others)].map((source) => this.lineOf(row, query, source))
+      .sort((a, b) => (a.rank ?? -1) - (b.rank ?? -1));
     const more = () => { this.many += MORE; this.showRow(row, allowed); };
     const all = row.held === "all" ? possible : (row.known ?? new Uint8Array()).reduce((n, k) => n + k, 0);
     fill(
@@ -40,9 +46,37 @@ export class QuestionView {
       possible === 0 ? element("p", { class: "said" }, "An empty row: this query may attend to no source, so its weights and its context are 0.") : null,
       row.held === "none" ? element("p", { class: "said" }, "The record holds no weights of this row.") : null,
       lines.length ? this.table("source", lines, (position) => ({ query, source: position })) : null,
-      lines.length < Math.min(all, row.values.length) && lines.length >= this.many ? button("Show more", more, { class: "quiet" }) : null,
+      lines.length < Math.min(all, row.values.length) && first.length >= this.many ? button("Show more", more, { class: "quiet" }) : null,
+      left.size && row.left === 0 ? element("p", { class: "said" }, "Nothing is left of this row without the hidden sources.") : null,
       possible && row.held !== "none" ? element("p", { class: "rest" }, remainder(row, lines, model)) : null,
+      left.size ? element("p", { class: "rest" }, `Without ${left.size === 1 ? "source" : "sources"} ${[...left].join(", ")}; the other weights are scaled so that the row sums to 1.`) : null,
+      lines.length ? this.effectWords(query, lines) : null,
     );
+  }
+
+  /** What the effects are, or how to get them.
+   * @param {number} query
+   * @param {Line[]} lines
+   */
+  effectWords(query, lines) {
+    const { model } = this;
+    const { effects } = model.header;
+    const effect = lines.find((line) => line.effect)?.effect;
+    const head = model.state.head < 0 ? undefined : effects.find((e) => e.query === null && e.source === null && ofHead(model, e) && e.head !== null);
+    const words = [];
+    if (effect) words.push(`Effect: the change of the ${sentence(effect.metric || "metric", 160)} when the edge is cut${effect.where ? ` ${sentence(effect.where, 160)}` : ""}.`);
+    if (head) words.push(`Without this whole head: ${signed(head.effect)}${effect ? "" : ` (${sentence(head.metric || "metric", 160)})`}.`);
+    if (effect || model.sides().length > 1) return words.map((text) => element("p", { class: "rest" }, text));
+    const held = [...new Set(effects.flatMap((e) => (e.query === null || e.source === null ? [] : [e.query])))].sort((a, b) => a - b);
+    const jump = held.slice(0, 8).map((q) => button(String(q), () => model.lock({ query: q, source: null }), { class: "quiet inline", "aria-label": `Go to query ${q}` }));
+    const at = model.positionOf(query);
+    const pairs = lines.slice(0, 3).map(({ position }) => `(${at}, ${position})`).join(", ");
+    return [
+      ...words.map((text) => element("p", { class: "rest" }, text)),
+      held.length
+        ? element("p", { class: "rest" }, "Effects of cuts are held for ", held.length === 1 ? "query " : "queries ", jump, held.length > 8 ? " and more." : "")
+        : element("p", { class: "rest" }, "This page holds no effects. ", element("code", null, `ch.effects(model, inputs, edges=[${pairs}])`), " measures what these edges change; ", element("code", null, "ch.view(…, effects=…)"), " shows it here."),
+    ];
   }
 
   /**
@@ -53,30 +87,28 @@ export class QuestionView {
    */
   lineOf(row, query, source) {
     const { model } = this;
-    const { sample, head } = model.state;
-    const { layer, heads } = model.entry;
-    const effect = model.header.effects.find(
-      (e) => e.sample === sample && e.query === query && e.source === source &&
-        (e.layer === null || e.layer === layer) && (e.head === null || e.head === heads[head]),
-    );
-    return { position: source, value: row.values[source], label: model.sourceLabel(source), about: row.about, effect };
+    const effect = effectAt(model, query, source);
+    const value = row.values[source];
+    const rank = row.values.reduce((n, v, at) => n + (Math.abs(v) > Math.abs(value) || (Math.abs(v) === Math.abs(value) && at < source) ? 1 : 0), 0);
+    return { position: source, value, label: model.sourceLabel(source), about: row.about, effect, rank: Number.isNaN(value) ? undefined : rank };
   }
 
   /** @param {number} source */
   async showColumn(source) {
     const turn = ++this.turn;
     const { model } = this;
+    const { entry, state } = model;
     const [column, runs] = await Promise.all([
-      model.column(source), model.data.runs(model.state.sample, model.state.entry),
+      model.column(source), Promise.all(model.sides().map(([data]) => data.runs(state.sample, state.entry))),
     ]);
     if (turn !== this.turn) return;
-    const { entry, state } = model;
+    const cut = model.header.effects.find((e) => e.query === null && e.source === source && ofHead(model, e));
     /** @type {Line[]} */
     const lines = [];
     let allowed = 0;
     column?.values.forEach((value, row) => {
       const query = entry.rows ? entry.rows[row] : row;
-      if (!allows(runs, model.data, state.entry, query, source)) return;
+      if (!runs.some((one, i) => allows(one, model.sides()[i][0], state.entry, query, source))) return;
       allowed += 1;
       if (value === 0 || (column.known && !column.known[row])) return;
       lines.push({ position: query, value, label: "", about: column.about });
@@ -96,6 +128,7 @@ export class QuestionView {
       element("p", { class: "under" }, words),
       lines.length ? this.table("query", named, (position) => ({ query: position, source })) : null,
       lines.length > this.manyWho ? button("Show more", more, { class: "quiet" }) : null,
+      cut ? element("p", { class: "rest" }, `Cut from every query but its own ${sentence(cut.where ?? "", 160)}: ${signed(cut.effect)} (${sentence(cut.metric || "metric", 160)}).`) : null,
     );
   }
 
@@ -117,7 +150,7 @@ export class QuestionView {
       element("th", { scope: "col" }, "rank"), element("th", { scope: "col" }, what),
       element("th", { scope: "col" }, this.model.sides().length > 1 ? "difference" : "weight"),
       effects ? element("th", { scope: "col", class: "number", title: sentence(metric, 200) }, "effect") : null);
-    const rows = lines.map((line, rank) => this.tableRow(line, rank, most, effects, pairOf(line.position)));
+    const rows = lines.map((line, at) => this.tableRow(line, line.rank ?? at, most, effects, pairOf(line.position)));
     return element("table", { class: "lines-table" }, element("thead", null, head), element("tbody", null, rows));
   }
 
@@ -143,6 +176,28 @@ export class QuestionView {
       element("td", { class: "weight" }, element("span", { class: "track" }, bar), element("span", { class: "number" }, words)),
       effects ? element("td", { class: "number" }, line.effect ? signed(line.effect.effect) : "–") : null);
   }
+}
+
+/** Whether an effect is of what is chosen: the head, its layer, or all of the model.
+ * @param {import("../base/state.js").Model} model
+ * @param {import("../base/data.js").Effect} effect
+ */
+function ofHead(model, effect) {
+  const { sample, head } = model.state;
+  const { layer, heads } = model.entry;
+  return (effect.sample === null || effect.sample === sample) &&
+    (effect.layer === null || effect.layer === layer) && (effect.head === null || effect.head === heads[head]);
+}
+
+/** The effect of cutting an edge, the narrowest cut first.
+ * @param {import("../base/state.js").Model} model
+ * @param {number} query
+ * @param {number} source
+ */
+function effectAt(model, query, source) {
+  const found = model.header.effects.filter((e) => e.query === query && e.source === source && ofHead(model, e));
+  const wide = (/** @type {import("../base/data.js").Effect} */ e) => Number(e.layer === null) + Number(e.head === null);
+  return found.sort((a, b) => wide(a) - wide(b))[0];
 }
 
 /** @param {import("../base/state.js").Model} model */

@@ -3,8 +3,8 @@
 
 import { cellOf } from "../base/data.js";
 import { pause } from "../base/dom.js";
-import { liveRow } from "../base/rows.js";
-import { colourAt, place } from "../base/palette.js";
+import { rowAt, withoutSources } from "../base/rows.js";
+import { ALLOWED, colourAt, place } from "../base/palette.js";
 
 /** What a pixel shows. */
 export const VALUE = 0;
@@ -12,6 +12,7 @@ export const BLOCKED = 1; // no edge of it is allowed
 export const UNHELD = 2; // the record does not hold it
 export const BROKEN = 3; // NaN
 export const HIDDEN = 4; // by the reader's wish
+export const BARE = 5; // nothing is left of the row without what is hidden
 
 /**
  * @typedef {{region: import("../base/state.js").Region, columns: number, rows: number,
@@ -21,6 +22,7 @@ export const HIDDEN = 4; // by the reader's wish
  */
 
 const SLICE_MS = 12;
+const ASKED_TOGETHER = 16;
 // Single weights of a record that holds few of them are drawn from this many pixels on.
 const LEAST_CELL = 4;
 
@@ -50,6 +52,7 @@ export async function rasterOf(model, region, width, height, turn) {
   if (raster.difference) raster.largest = largestSize(raster.values);
   await markBlocked(model, raster);
   markHidden(model, raster);
+  await markBare(model, raster);
   return turn.alive() ? raster : null;
 }
 
@@ -62,19 +65,18 @@ export async function rasterOf(model, region, width, height, turn) {
  * @param {Turn} turn
  */
 async function addSide(model, raster, data, sign, readable, turn) {
-  const { sample, entry: e, head } = model.state;
-  const entry = data.entries[e];
+  const entry = data.entries[model.state.entry];
   if (!entry) return true;
   if (model.header.kind === "mask") {
-    raster.largest = 1;
+    raster.largest = 1 / ALLOWED;
     return true;
   }
   if (entry.encoding) {
-    const all = await data.matrix(sample, e, head);
+    const all = await model.matrix(data);
     raster.largest = Math.max(raster.largest, largestOf(all, model.hidden(), entry.sources));
     return addMatrix(model, raster, data, all, sign, turn);
   }
-  if (data.source.header.live && readable) return addLive(model, raster, data, sign, turn);
+  if (entry.live && readable) return addLive(model, raster, data, sign, turn);
   if (entry.top && (readable || !entry.cells)) return addTop(model, raster, data, sign);
   if (entry.cells) return addBlocks(model, raster, data, sign);
   raster.states.fill(UNHELD);
@@ -176,16 +178,22 @@ async function addMatrix(model, raster, data, all, sign, turn) {
  */
 async function addLive(model, raster, data, sign, turn) {
   const { region: [q0, q1, s0], columns, values, states } = raster;
-  for (let query = q0; query < q1; query++) {
-    const row = await liveRow(model.at(data), query);
+  const without = model.leftOut();
+  for (let start = q0; start < q1; start += ASKED_TOGETHER) {
+    const queries = Array.from({ length: Math.min(ASKED_TOGETHER, q1 - start) }, (_, i) => start + i);
+    const rows = await Promise.all(queries.map((query) => rowAt(model.at(data), query)));
     if (!turn.alive()) return false;
-    for (let x = 0; x < columns; x++) {
-      const at = (query - q0) * columns + x;
-      const value = row.values[s0 + x];
-      values[at] += sign * value;
-      if (Number.isNaN(value)) states[at] = BROKEN;
-      else raster.largest = Math.max(raster.largest, value);
-    }
+    rows.forEach((whole, i) => {
+      const row = withoutSources(whole, without);
+      for (let x = 0; x < columns; x++) {
+        const at = (queries[i] - q0) * columns + x;
+        const value = row.values[s0 + x];
+        values[at] += sign * value;
+        if (row.held === "none") states[at] = UNHELD;
+        else if (Number.isNaN(value)) states[at] = BROKEN;
+        else raster.largest = Math.max(raster.largest, value);
+      }
+    });
   }
   return true;
 }
@@ -256,34 +264,48 @@ async function addBlocks(model, raster, data, sign) {
 }
 
 /**
+ * Mark the pixels without an edge that is allowed, on any of the sides that are shown.
  * @param {import("../base/state.js").Model} model
  * @param {Raster} raster
  */
 async function markBlocked(model, raster) {
   const { sample, entry: e } = model.state;
-  const runs = await model.data.runs(sample, e);
-  if (!runs) return;
-  const { region: [q0, q1, s0, s1], columns, rows, states } = raster;
-  const entry = model.entry;
-  const whole = runs.start.length - 1 === entry.queries;
+  const sides = await Promise.all(model.sides().map(async ([data]) => ({ data, runs: await data.runs(sample, e) })));
+  if (sides.some(({ runs }) => !runs)) return;
+  const { columns, rows, states } = raster;
   const open = new Uint8Array(columns);
-  const isMask = model.header.kind === "mask";
   for (let y = 0; y < rows; y++) {
     open.fill(0);
-    const bottom = Math.max(pixelStart(y, rows, q0, q1) + 1, pixelStart(y + 1, rows, q0, q1));
-    for (let q = pixelStart(y, rows, q0, q1); q < bottom; q++) {
-      const row = whole ? q : model.data.rowOf(entry, q);
-      if (row < 0) continue;
-      for (let i = runs.start[row]; i < runs.start[row + 1]; i += 2) {
-        const start = Math.max(runs.runs[i], s0);
-        const stop = Math.min(runs.runs[i + 1], s1);
-        if (start >= stop) continue;
-        const [left, right] = [pixelOf(start, columns, s0, s1), pixelOf(stop - 1, columns, s0, s1)];
-        open.fill(1, left, right + 1);
-        if (isMask) countEdges(raster, y, start, stop, left, right);
-      }
-    }
+    for (const { data, runs } of sides) openPixels(model, raster, data, /** @type {any} */ (runs), y, open);
     for (let x = 0; x < columns; x++) if (!open[x]) states[y * columns + x] = BLOCKED;
+  }
+}
+
+/**
+ * @param {import("../base/state.js").Model} model
+ * @param {Raster} raster
+ * @param {import("../base/data.js").Data} data
+ * @param {import("../base/data.js").Runs} runs
+ * @param {number} y
+ * @param {Uint8Array} open
+ */
+function openPixels(model, raster, data, runs, y, open) {
+  const { region: [q0, q1, s0, s1], columns, rows } = raster;
+  const entry = data.entries[model.state.entry];
+  const whole = runs.start.length - 1 === entry.queries;
+  const isMask = model.header.kind === "mask";
+  const bottom = Math.max(pixelStart(y, rows, q0, q1) + 1, pixelStart(y + 1, rows, q0, q1));
+  for (let q = pixelStart(y, rows, q0, q1); q < bottom; q++) {
+    const row = whole ? q : data.rowOf(entry, q);
+    if (row < 0) continue;
+    for (let i = runs.start[row]; i < runs.start[row + 1]; i += 2) {
+      const start = Math.max(runs.runs[i], s0);
+      const stop = Math.min(runs.runs[i + 1], s1);
+      if (start >= stop) continue;
+      const [left, right] = [pixelOf(start, columns, s0, s1), pixelOf(stop - 1, columns, s0, s1)];
+      open.fill(1, left, right + 1);
+      if (isMask) countEdges(raster, y, start, stop, left, right);
+    }
   }
 }
 
@@ -315,6 +337,21 @@ function markHidden(model, raster) {
   for (const source of hidden) {
     if (source < s0 || source >= s1) continue;
     for (let y = 0; y < rows; y++) states[y * columns + source - s0] = HIDDEN;
+  }
+}
+
+/**
+ * Rows of which nothing is left without the hidden sources are blank.
+ * @param {import("../base/state.js").Model} model
+ * @param {Raster} raster
+ */
+async function markBare(model, raster) {
+  const { region: [q0, q1], columns, rows, states } = raster;
+  if (!model.leftOut().size || raster.difference || rows !== q1 - q0) return;
+  for (let y = 0; y < rows; y++) {
+    const row = await model.row(q0 + y);
+    if (row.left !== 0) continue;
+    for (let x = 0; x < columns; x++) if (states[y * columns + x] === VALUE) states[y * columns + x] = BARE;
   }
 }
 

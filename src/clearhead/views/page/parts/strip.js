@@ -2,7 +2,7 @@
 // Only the paragraphs near the visible part are in the document.
 
 import { atNextFrame, element, fill, marked, whenNear } from "../base/dom.js";
-import { colourAt, css, palette, place, takesDarkText } from "../base/palette.js";
+import { ALLOWED, colourAt, css, palette, place, takesDarkText } from "../base/palette.js";
 import { isAllowed } from "../base/rows.js";
 import { sentence, visible } from "../base/text.js";
 import { contextOf, inkOf } from "./paint.js";
@@ -43,7 +43,7 @@ export class StripView {
   /** Build the paragraphs anew where the layer, the sample or the axis has other tokens. */
   build() {
     const { model } = this;
-    const { entry, header } = model;
+    const { header, labelled: entry } = model;
     const built = [model.state.sample, entry.query_axis, entry.source_axis, entry.queries, entry.sources].join();
     if (built === this.built) return;
     this.built = built;
@@ -180,7 +180,7 @@ export class StripView {
     const two = model.sides().length > 1;
     const table = two ? colours.diverging : colours.sequential;
     const hidden = model.hidden();
-    let largest = 0;
+    let largest = model.header.kind === "mask" ? 1 / ALLOWED : 0;
     row.values.forEach((v, s) => { if (!hidden.has(s) && Math.abs(v) > largest) largest = Math.abs(v); });
     for (const text of this.shown) {
       for (const [at, chip] of text.chips) {
@@ -245,7 +245,8 @@ export class StripView {
     const context = contextOf(lines);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, width, height);
-    if (!row || !box.width) return;
+    // Every edge of a mask is alike: lines would say nothing that the colours do not.
+    if (!row || !box.width || model.header.kind === "mask") return;
     const queryText = this.shown.find(({ role }) => role !== "source");
     const sourceText = this.shown.find(({ role }) => role !== "query");
     const { query } = model.pair;

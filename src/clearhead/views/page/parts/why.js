@@ -2,7 +2,7 @@
 
 import { element, fill, marked } from "../base/dom.js";
 import { allowedOf, allows, countAllowed } from "../base/rows.js";
-import { count, sentence } from "../base/text.js";
+import { count } from "../base/text.js";
 
 const RUNS_LISTED = 12;
 
@@ -24,7 +24,7 @@ export class WhyView {
     const source = model.watchedSource();
     const { sample, entry: e } = model.state;
     const runs = await model.data.runs(sample, e);
-    const reasons = await this.reasons(query, source);
+    const reasons = await model.reasons(query, source);
     if (turn !== this.turn) return;
     const allowed = allowedOf(runs, model.data, e, query);
     const readers = [];
@@ -36,31 +36,11 @@ export class WhyView {
       element("p", { class: "under" }, `query ${query} · ${count(countAllowed(allowed, model.entry.sources), "source")} of ${model.entry.sources}`),
       element("p", null, inRuns(allowed ?? [[0, model.entry.sources]])));
     fill(this.why, element("h2", null, `Why is ${query} → ${source} ${open ? "allowed" : "blocked"}?`),
+      element("p", { class: "under" }, `${open ? "✓" : "✕"} query `, asked(model.queryLabel(query, 24)), ` may ${open ? "" : "not "}read source `, asked(model.sourceLabel(source, 24))),
       reasons.length ? element("ul", { class: "reasons" }, reasons.map((reason) => element("li", null, reason))) : element("p", { class: "under" }, "The mask does not say."));
     fill(this.who, element("h2", null, "Who may attend to ", asked(model.sourceLabel(source, 40)), "?"),
       element("p", { class: "under" }, `source ${source} · ${count(readers.length, "query", "queries")} of ${model.entry.queries}`),
       element("p", null, inRuns(runsOf(readers))));
-  }
-
-  /**
-   * Why an edge is allowed or blocked: each part of the mask, or what the server says.
-   * @param {number} query
-   * @param {number} source
-   * @returns {Promise<string[]>}
-   */
-  async reasons(query, source) {
-    const { model } = this;
-    const { sample, entry: e } = model.state;
-    if (model.header.live) {
-      const bytes = await model.source.chunk(`why/${sample}/${e}/${query}/${source}`);
-      return [sentence(new TextDecoder().decode(bytes))];
-    }
-    const parts = model.header.parts ?? [];
-    return Promise.all(parts.map(async ({ name, mask }) => {
-      const runs = await model.data.runsOf(mask);
-      const open = allows(runs, model.data, e, query, source);
-      return `${open ? "✓" : "✕"} ${sentence(name, 120)} ${open ? "allows" : "blocks"} it`;
-    }));
   }
 }
 
