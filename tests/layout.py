@@ -25,7 +25,7 @@ FLOORS = [
     {"_capture"},
     {"recording", "intervention"},
     {"dependence", "heads"},
-    {"models"},
+    {"models", "monitoring"},
     {"views"},
     {"integrations"},
     {TOP},

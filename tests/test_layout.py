@@ -71,6 +71,7 @@ HONEST = {
         from clearhead.masks.mask import Mask
         class And(Mask): ...
         """,
+    "monitoring/__init__.py": "",
     "readings/__init__.py": "from clearhead.readings.kinds import Rows",
     "readings/kinds.py": "class Rows: ...",
     "attention/__init__.py": "from clearhead.attention.api import attend",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from clearhead.dependence import assert_causal, audit, influence
     from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
     from clearhead.layers import MultiheadAttention, convert
+    from clearhead.monitoring import monitor
     from clearhead.recording import estimate, watch
     from clearhead.views import record_from, view
 
@@ -44,6 +45,7 @@ __all__ = [  # noqa: RUF022
     "audit",
     "assert_causal",
     "models",
+    "monitor",
     "view",
     "record_from",
     "integrations",
@@ -68,6 +70,7 @@ _HOMES = {
     "audit": "dependence",
     "assert_causal": "dependence",
     "models": "models",
+    "monitor": "monitoring",
     "view": "views",
     "record_from": "views",
     "integrations": "integrations",

@@ -384,9 +384,9 @@ class Sites:
         return self._kinds.setdefault(module, "self" if roots[0] == roots[1] else "cross")
 
 
-def nothing_seen(modules: Modules, notes: list[str]) -> str:
+def nothing_seen(modules: Modules, notes: list[str], by: str = "watch") -> str:
     """Say why no attention call may have been seen, in the words of an error."""
-    lines = ["watch: no attention call of the model was seen"]
+    lines = [f"{by}: no attention call of the model was seen"]
     lines += [f"  {note}" for note in notes]
     if modules.elsewhere:
         lines.append("  the model ran in another thread than the watch")

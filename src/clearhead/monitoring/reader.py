@@ -1,0 +1,145 @@
+"""The handler that reads the attention calls of one forward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead._capture import (
+    Call,
+    FusedCall,
+    Handler,
+    Interceptor,
+    active_handlers,
+    context_difference,
+    in_short,
+    nothing_seen,
+    plain_call,
+    rounding_bound,
+)
+from clearhead._core import is_refusal, plain, unobserved
+from clearhead.attention import choose
+from clearhead.monitoring.rows import KnownRows
+from clearhead.monitoring.statistics import READ, of_call
+from clearhead.monitoring.steps import HeadSums, Layers
+
+__all__ = ["Follower"]
+
+# Rows of each call of the first forward that are computed again, to compare with the model's own.
+_CHECKED = 4
+
+
+class Follower(Handler):
+    """Turns the attention calls of a forward into a few numbers a head."""
+
+    def __init__(self, model: Any, sinks: int, through: bool, wanted: tuple[int, ...] | None):
+        self.model, self.sinks, self.through, self.wanted = model, sinks, through, wanted
+        self.layers, self.rows = Layers(), KnownRows()
+        self.notes: list[str] = []
+        self._calls: list[tuple[int, Tensor, Tensor]] = []
+        self._made: list[Any] | None = None
+        self._interceptor: Interceptor | None = None
+        self._met = self._checking = False
+        self._failed: set[str] = set()
+
+    def begin(self, interceptor: Interceptor) -> None:
+        """Start a forward; only the first one is checked row by row."""
+        self._interceptor, self._calls, self._met = interceptor, [], False
+        self._checking = not self.layers.numbers
+        self.rows.forget()
+
+    def end(self) -> HeadSums | None:
+        """Give the numbers of the forward, or None where no layer was read; raise if none ran."""
+        interceptor, self._interceptor = self._interceptor, None
+        assert interceptor is not None
+        self._note_missed(interceptor)
+        if not self._met and not self.layers.numbers:
+            raise RuntimeError(nothing_seen(interceptor.modules, self.notes, "monitor"))
+        if not self._met:
+            self._note("", "a later forward made no attention call that was seen")
+        calls, self._calls = self._calls, []
+        return HeadSums.of(calls, self.layers) if calls else None
+
+    def before(self, call: Call) -> Tensor | None:
+        """Compute the context in clearhead's own kernel under `through`."""
+        self._made = None
+        if not (self.through and isinstance(call, FusedCall)) or not self._serves(call):
+            return None
+        context, made = choose(call.problem, READ).attend(call.problem, READ)
+        self._made = [x.detach() for x in made]
+        return context
+
+    def _serves(self, call: FusedCall) -> bool:
+        assert self._interceptor is not None
+        if call.dropout or any(x.edits for x in active_handlers(self.model)):
+            return False
+        # Backward runs a checkpointed block again by the model's own kernel.
+        return self._wanted(call) and not self._interceptor.modules.recomputed
+
+    def _wanted(self, call: Call) -> bool:
+        """Whether a layer is read; layers that count from the end are known after a forward."""
+        number = self.layers.number(call.module, call.sizes.head)
+        if self.wanted is None or (self._checking and min(self.wanted) < 0):
+            return True
+        total = len(self.layers.numbers)
+        return number in {x % total for x in self.wanted if -total <= x < total}
+
+    def after(self, call: Call, context: Tensor) -> None:
+        """Read a call; a call that cannot be read is noted, and the model goes on."""
+        self._met = True
+        made, self._made = self._made, None
+        if not self._wanted(call):
+            return
+        off = torch.autocast(context.device.type, enabled=False)
+        try:
+            with torch.no_grad(), off, unobserved(context):
+                self._read(plain_call(call), plain(context), made)
+        except Exception as error:
+            if is_refusal(error):
+                raise
+            self.failed(call.module, f"reading it failed ({in_short(error)})")
+
+    def _read(self, call: Call, context: Tensor, made: list[Any] | None) -> None:
+        if self._checking:
+            self._check(call, context)
+        number = self.layers.number(call.module, call.sizes.head)
+        self._calls.append((number, *of_call(call, context, self.sinks, self.rows, made)))
+
+    def _check(self, call: Call, context: Tensor) -> None:
+        total = call.sizes.query
+        rows = sorted({round(at * (total - 1) / (_CHECKED - 1)) for at in range(_CHECKED)})
+        off = context_difference(call, context, rows if total else [])
+        if off is not None and off > rounding_bound(context):
+            self._note(call.module, f"its output differs by {off:.2g} from what was read")
+
+    def unseen(self, module: str, reason: str) -> None:
+        """Warn of an attention that cannot be seen."""
+        self._note(module, f"not seen, {reason}")
+
+    def remark(self, text: str) -> None:
+        """Note what is done otherwise than without a monitor."""
+        self._note("", text)
+
+    def _note(self, module: str, text: str) -> None:
+        note = f"{module or 'the model'}: {text}"
+        if note not in self.notes:
+            self.notes.append(note)
+            warnings.warn(f"monitor: {note}", UserWarning, stacklevel=2)
+
+    def _note_missed(self, interceptor: Interceptor) -> None:
+        modules, handwritten = interceptor.modules, interceptor.handwritten
+        seen = {layer.module for layer in self.layers.numbers}
+        for module in modules.scripted:
+            self.unseen(module, "it is TorchScript")
+        for module in sorted(handwritten.unmet - seen):
+            self.unseen(module, "its softmax of a product met no value in a product that is seen")
+        for module, reason in handwritten.mixing.items():
+            if module not in seen:
+                self.unseen(module, reason)
+        for module in modules.in_threads():
+            self.unseen(module, "it ran in another thread than the model")
+        for module in modules.overlooked(seen):
+            self.unseen(module, "none of its calls was recognised as attention")
