@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from clearhead.layers import MultiheadAttention, convert
     from clearhead.monitoring import monitor
     from clearhead.recording import estimate, watch
-    from clearhead.views import record_from, view
+    from clearhead.views import figure, record_from, view
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [  # noqa: RUF022
     "monitor",
     "view",
     "record_from",
+    "figure",
     "integrations",
 ]
 
@@ -73,6 +74,7 @@ _HOMES = {
     "monitor": "monitoring",
     "view": "views",
     "record_from": "views",
+    "figure": "views",
     "integrations": "integrations",
 }
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from clearhead.views.figures import figure
     from clearhead.views.json import document
     from clearhead.views.look import look_at
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
@@ -31,6 +32,7 @@ __all__ = [
     "describe_maps",
     "describe_row",
     "document",
+    "figure",
     "look_at",
     "open_reader",
     "open_with_inputs",
@@ -61,6 +63,7 @@ _HOMES = {
     "describe_maps": "mask",
     "describe_row": "mask",
     "document": "json",
+    "figure": "figures",
     "look_at": "look",
     "open_reader": "reader",
     "open_with_inputs": "reader",

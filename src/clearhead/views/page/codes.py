@@ -11,11 +11,11 @@ from clearhead.masks import Mask
 
 __all__ = ["COARSELY", "blocks", "log_codes", "mask_runs", "row_sums", "top_planes", "top_values"]
 
-# Steps an octave: a code is off by at most half a step, 2.2% and 7.2%.
-FINE, COARSE = 16, 5
+# Steps an octave: a code is off by at most half a step, 2.2% and 9.1%.
+FINE, COARSE = 16, 4
 # Weights below this are folded into the remainder of a coarse list.
 LEAST = 2.0**-8
-COARSELY = "Weights are held to 7.2%; those below 1/256 are part of the remainder."
+COARSELY = "Weights are held to 9.1%; those below 1/256 are part of the remainder."
 
 
 def log_codes(weights: Tensor, steps: int = FINE) -> bytes:
