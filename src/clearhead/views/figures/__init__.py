@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from clearhead.views.figures.kinds import figure
-from clearhead.views.figures.values import MapValues, map_values
+from clearhead.views.figures.values import DrawnMap, map_values
 
-__all__ = ["MapValues", "figure", "map_values"]
+__all__ = ["DrawnMap", "figure", "map_values"]

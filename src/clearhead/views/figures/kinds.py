@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["figure"]
 
-# Each kind with the file that draws it.
-KINDS = {
-    "map": "maps",
-    "heads": "thumbs",
-    "atlas": "numbers",
-    "mask": "maps",
-    "distance": "numbers",
-    "effects": "scatter",
-}
+KINDS = ("map", "heads", "atlas", "mask", "distance", "effects")
 SCALES = ("linear", "sqrt", "log")
 
 
@@ -69,11 +60,27 @@ def figure(
     shown = _shown(record, kind, tokens)
     if find_spec("matplotlib") is None:
         raise ImportError('figure needs matplotlib: pip install "clearhead[figure]"')
-    style = import_module("clearhead.views.figures.style").style
-    draw = getattr(import_module(f"clearhead.views.figures.{KINDS[kind]}"), f"draw_{kind}")
     options = {"layer": layer, "head": head, "sample": sample, "scale": scale}
+    return _drawn(shown, kind, title=title, statistic=statistic, tokens=tokens, **options)
+
+
+def _drawn(shown: Any, kind: str, **options: Any) -> Figure:
+    from clearhead.views.figures.maps import draw_map, draw_mask
+    from clearhead.views.figures.numbers import draw_atlas, draw_distance
+    from clearhead.views.figures.scatter import draw_effects
+    from clearhead.views.figures.style import style
+    from clearhead.views.figures.thumbs import draw_heads
+
+    draw: dict[str, Any] = {
+        "map": draw_map,
+        "heads": draw_heads,
+        "atlas": draw_atlas,
+        "mask": draw_mask,
+        "distance": draw_distance,
+        "effects": draw_effects,
+    }
     with style():
-        return draw(shown, title=title, statistic=statistic, tokens=tokens, **options)
+        return draw[kind](shown, **options)
 
 
 def _shown(record: Any, kind: str, tokens: Any) -> Any:

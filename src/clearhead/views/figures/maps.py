@@ -8,9 +8,10 @@ import numpy as np
 from matplotlib.colors import ListedColormap, LogNorm, Normalize, PowerNorm
 from matplotlib.patches import Patch
 
-from clearhead.masks import Mask, default_sizes
+from clearhead.masks import Mask, default_sizes, everything
 from clearhead.views.figures.style import BLOCKED, NAN, PaperFigure, in_lines, palette, token
-from clearhead.views.figures.values import MapValues, chosen, map_values
+from clearhead.views.figures.values import DrawnMap, chosen, map_values
+from clearhead.views.page.axes import is_pair
 
 __all__ = ["draw_map", "draw_mask", "norm_of"]
 
@@ -55,34 +56,40 @@ def draw_mask(
 ) -> PaperFigure:  # fmt: skip
     """Draw which query may attend to which source, by the share of edges in each tile."""
     if isinstance(shown, Mask):
-        (query, source), mask, labels = default_sizes(shown), shown, _given(tokens)
-        name = repr(mask)
+        labels, name = _given(tokens), repr(shown)
+        query, source = (
+            own if given is None else len(given)
+            for own, given in zip(default_sizes(shown), labels, strict=True)
+        )
+        values = _shares(shown, query, source, sample, head)
+        labels = tuple(x if max(query, source) <= LABELLED else None for x in labels)
     else:
         call, _index = chosen(shown, layer, None, sample)
-        (query, source), mask = call.sizes[2:], call.mask
-        name, labels = f"layer {call.layer}: {mask!r}", None
-    if mask is None:
-        shares, rows, columns = np.ones((query, source)), np.arange(query), np.arange(source)
-        name = "no mask: every query may attend to every source"
-    else:
-        where = {"sample": sample, "head": head or 0}
-        (found,) = mask.maps(query, source, cells=CELLS, **where)
-        shares = np.array(found.shares).reshape(len(found.rows) - 1, len(found.columns) - 1)
-        rows, columns = np.array(found.rows[:-1]), np.array(found.columns[:-1])
-    whole = np.ones(shares.shape, bool)
-    values = MapValues(shares, shares > 0, whole, rows, columns, "")
-    if not isinstance(shown, Mask):
-        labels = _labels(shown, call, values, sample)
-    made, axes = _canvas(values, labels or (None, None), bar=False)
+        values = _shares(call.mask, call.sizes.query, call.sizes.source, sample, head)
+        labels, name = _labels(shown, call, values, sample), f"layer {call.layer}: {call.mask!r}"
+        if call.mask is None:
+            name = f"layer {call.layer}: every query may attend to every source"
+    made, axes = _canvas(values, labels, bar=False)
     _hatch(axes)
-    axes.imshow(np.ma.MaskedArray(shares, shares == 0), cmap=ALLOWED, alpha=0.35 + 0.65 * shares,
-                **_FILL)  # fmt: skip
+    shares = values.weights
+    drawn = np.ma.MaskedArray(shares, shares == 0)
+    axes.imshow(drawn, cmap=ALLOWED, alpha=0.35 + 0.65 * shares, **_FILL)
     axes.set_title(in_lines(title or name, 48))
     parts = [Patch(facecolor="#0072b2", label="may attend"), _blocked()]
     if ((shares > 0) & (shares < 1)).any():
         parts.insert(1, Patch(facecolor="#0072b2", alpha=0.5, label="some edges of the tile"))
     _place(axes, parts)
     return made
+
+
+def _shares(mask: Mask | None, query: int, source: int, sample: int, head: int | None) -> DrawnMap:
+    """The share of edges in each tile of a mask; None is a mask that allows everything."""
+    if mask is None:
+        mask = everything()
+    (found,) = mask.maps(query, source, cells=CELLS, sample=sample, head=head or 0)
+    shares = np.array(found.shares).reshape(len(found.rows) - 1, len(found.columns) - 1)
+    rows, columns = np.array(found.rows[:-1]), np.array(found.columns[:-1])
+    return DrawnMap(shares, shares > 0, np.ones(shares.shape, bool), rows, columns, "")
 
 
 _FILL: dict[str, Any] = {"interpolation": "nearest", "aspect": "equal"}
@@ -99,7 +106,7 @@ def norm_of(drawn: Any, scale: str) -> Normalize:
     return PowerNorm(0.5 if scale == "sqrt" else 1.0, 0, largest)
 
 
-def _canvas(values: MapValues, labels: tuple[Any, Any], bar: bool = True) -> tuple[Any, Any]:
+def _canvas(values: DrawnMap, labels: tuple[Any, ...], bar: bool = True) -> tuple[Any, Any]:
     """A figure whose cells are square and whose labels can be read."""
     high, wide = values.weights.shape
     least = 0.11 if any(x is not None for x in labels) else 0.0
@@ -133,7 +140,7 @@ def _ticks(axis: Any, positions: np.ndarray, labels: list[str] | None, size: flo
     axis.set_ticks(np.interp(numbers, positions, np.arange(len(positions))), map(str, numbers))
 
 
-def _labels(shown: Any, call: Any, values: MapValues, sample: int) -> tuple[Any, Any]:
+def _labels(shown: Any, call: Any, values: DrawnMap, sample: int) -> tuple[Any, Any]:
     """The labels of the rows and columns of a map, None where positions have numbers."""
     found = []
     held = call.sizes.query if call.rows is None else len(call.rows)
@@ -149,8 +156,10 @@ def _labels(shown: Any, call: Any, values: MapValues, sample: int) -> tuple[Any,
     return found[0], found[1]
 
 
-def _given(tokens: Any) -> tuple[Any, Any]:
-    return (None, None) if tokens is None else (list(tokens), list(tokens))
+def _given(tokens: Any) -> tuple[Any, ...]:
+    """Labels of a mask's queries and sources: one list for both, or a pair."""
+    query, source = tokens if is_pair(tokens) else (tokens, tokens)
+    return tuple(None if x is None else [str(each) for each in x] for x in (query, source))
 
 
 def _hatch(axes: Any) -> None:
@@ -174,7 +183,7 @@ def _blocked() -> Patch:
                  label="blocked by the mask")  # fmt: skip
 
 
-def _legend(axes: Any, values: MapValues, broken: np.ndarray, words: str) -> None:
+def _legend(axes: Any, values: DrawnMap, broken: np.ndarray, words: str) -> None:
     parts = [] if values.allowed.all() else [_blocked()]
     if not values.held.all():
         parts.append(Patch(facecolor="#ececec", label="not read"))

@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from clearhead._core import value_error
 from clearhead.heads import STATISTICS, Survey, atlas
+from clearhead.readings import Distance
 from clearhead.views.figures.style import SERIES, PaperFigure, in_lines, palette
 
 __all__ = ["draw_atlas", "draw_distance"]
 
 # What an atlas shows unless a statistic is chosen, as far as it is known.
-USUAL = ("sink", "previous", "induction", "entropy", "self")
+USUAL = ("sink", "previous", "induction", "entropy")
 PANELS = 4
 
 Means = Mapping[tuple[int, int], float]
@@ -79,7 +81,7 @@ def draw_distance(shown: Any, *, sample: int, title: str | None, **_: Any) -> Pa
                       textcoords="offset points", fontsize=7, va="center")  # fmt: skip
     axes.set(xlabel="layer", ylabel="mean distance (positions)", ylim=(0, None))
     axes.set_title(in_lines(title or "How far back each head looks", 60))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=7)
     return made
 
@@ -89,16 +91,24 @@ def _distances(shown: Any, sample: int) -> Means:
         return _of_heads(shown, sample)["distance"]
     found: dict[tuple[int, int], float] = {}
     for call in shown.layers:
-        if call.weights is None or call.kind != "self":
-            rule = "holds all weights of self-attention, of which distances are computed"
-            hint = "watch(model, read=readings.Weights()), or heads.measure(model, tokens)"
-            raise value_error("record", rule, got=f"layer {call.layer}", hint=hint)
-        query, source = call.sizes[2:]
-        rows = torch.arange(query) if call.rows is None else torch.tensor(call.rows)
-        apart = (rows[:, None] + source - query - torch.arange(source)).abs()
-        means = (call.weights[min(sample, len(call.weights) - 1)] * apart).sum(-1).mean(-1)
+        means = _distance(call)[min(sample, call.sizes.batch - 1)]
         found |= {(call.layer, h): float(m) for h, m in zip(call.heads, means, strict=True)}
     return found
+
+
+def _distance(call: Any) -> Tensor:
+    """The mean distance of each head, (sample, head), as it was read or from all weights."""
+    for reading, value in call.read:
+        if isinstance(reading, Distance):
+            return value.float().mean(-1).cpu()
+    if call.weights is None or call.kind != "self":
+        rule = "holds Distance, or all weights of self-attention"
+        hint = "watch(model, read=(readings.TopK(16), readings.Distance()))"
+        raise value_error("record", rule, got=f"layer {call.layer}", hint=hint)
+    query, source = call.sizes[2:]
+    rows = torch.arange(query) if call.rows is None else torch.tensor(call.rows)
+    apart = (rows[:, None] + source - query - torch.arange(source)).abs()
+    return (call.weights * apart).sum(-1).mean(-1)
 
 
 def _of_heads(shown: Any, sample: int) -> dict[str, Means]:
@@ -111,11 +121,12 @@ def _of_heads(shown: Any, sample: int) -> dict[str, Means]:
         return {
             n: {(h["layer"], h["head"]): h["means"].get(n, np.nan) for h in heads} for n in names
         }
-    header, chunks = shown.pages()
+    content = shown.content()
+    header = content.header
     names = [statistic["name"] for statistic in header["statistics"]]
     if not names:
         return {}
-    values = np.frombuffer(chunks["statistics"], "<f4")
+    values = np.frombuffer(content.chunk("statistics"), "<f4")
     values = values.reshape(len(names), header["samples"], len(header["layers"]), -1)
     return {
         name: {

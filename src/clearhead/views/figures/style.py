@@ -84,7 +84,8 @@ def style() -> Iterator[None]:
     """Draw with the settings of figures; those of the user come back afterwards."""
     known = {font.name for font in font_manager.fontManager.ttflist}
     families = [name for name in SETTINGS["font.family"] if name in known]
-    with matplotlib.rc_context({**SETTINGS, "font.family": families}):
+    settings: dict[Any, Any] = {**SETTINGS, "font.family": families}
+    with matplotlib.rc_context(settings):
         yield
 
 

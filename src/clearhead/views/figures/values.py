@@ -14,14 +14,14 @@ from torch import Tensor
 from clearhead._core import value_error
 from clearhead.readings import by_cell, cell_bounds
 
-__all__ = ["MapValues", "chosen", "map_values", "shrunk"]
+__all__ = ["DrawnMap", "chosen", "map_values", "shrunk"]
 
 # Maps of more positions a side are drawn by tiles.
 CELLS = 512
 
 
 @dataclass(frozen=True)
-class MapValues:
+class DrawnMap:
     """The weights of one head, or of the mean over heads, and what is known of each cell."""
 
     weights: np.ndarray  # (row, column)
@@ -32,7 +32,7 @@ class MapValues:
     words: str  # what a cell is, where it is not the weight of one edge
 
 
-def map_values(layer: Any, sample: int, head: int | None, cells: int = CELLS) -> MapValues:
+def map_values(layer: Any, sample: int, head: int | None, cells: int = CELLS) -> DrawnMap:
     """Read one map of a `Shown`; `head` is an index into the layer's heads, None their mean."""
     query, source = layer.sizes[2:]
     rows = np.arange(query) if layer.rows is None else np.array(layer.rows, dtype=np.int64)
@@ -51,8 +51,10 @@ def map_values(layer: Any, sample: int, head: int | None, cells: int = CELLS) ->
         words.append("cells are tiles, by their largest weight")
     columns = cell_bounds(source, min(cells, source))[:-1]
     rows = rows[cell_bounds(len(rows), min(cells, len(rows)))[:-1]]
-    arrays = (x.numpy() for x in (weights, allowed, held | ~allowed))
-    return MapValues(*arrays, rows, np.array(columns), "; ".join(words))
+    held = (held | ~allowed).numpy()
+    return DrawnMap(
+        weights.numpy(), allowed.numpy(), held, rows, np.array(columns), "; ".join(words)
+    )
 
 
 def _mean(maps: Tensor, head: int | None) -> Tensor:
@@ -69,17 +71,15 @@ def _of_top(layer: Any, sample: int, head: int | None) -> tuple[Tensor, Tensor]:
     return _mean(full[..., :-1], head), held.any(0) if head is None else held[head]
 
 
-def _of_blocks(layer: Any, sample: int, head: int | None) -> MapValues:
+def _of_blocks(layer: Any, sample: int, head: int | None) -> DrawnMap:
     query, source = layer.sizes[2:]
     weights = _mean(layer.blocks.max[sample].cpu(), head)
     high, wide = weights.shape
     rows = np.arange(query)
     allowed = _allowed(layer, sample, rows, high, wide).numpy()
-    bounds = (np.array(cell_bounds(n, k)[:-1]) for n, k in ((query, high), (source, wide)))
-    held = np.ones(weights.shape, bool)
-    return MapValues(
-        weights.numpy(), allowed, held, *bounds, "cells are tiles, by their largest weight"
-    )
+    first, second = (np.array(cell_bounds(n, k)[:-1]) for n, k in ((query, high), (source, wide)))
+    words = "cells are tiles, by their largest weight"
+    return DrawnMap(weights.numpy(), allowed, np.ones(weights.shape, bool), first, second, words)
 
 
 def _allowed(layer: Any, sample: int, rows: np.ndarray, high: int, wide: int) -> Tensor:
