@@ -1,5 +1,5 @@
 // Opens pages in one browser and reports what was seen: jobs come as JSON on the standard input,
-// each with a name, a file and a check of checks.mjs; results go as JSON to the standard output.
+// each with a name, a file or an address, and a check of checks.mjs; results go as JSON to the standard output.
 
 import { readFileSync } from "node:fs";
 import { chromium } from "playwright-core";
@@ -31,7 +31,7 @@ for (const job of jobs) {
   });
   try {
     await page.addInitScript(checks.observe);
-    await page.goto(`file://${job.file}${job.hash ?? ""}`);
+    await page.goto(`${job.url ?? `file://${job.file}`}${job.hash ?? ""}`);
     results[job.name] = { ...seen, value: await checks[job.check](page, job) };
   } catch (error) {
     results[job.name] = { ...seen, failed: `${error.message}\n${error.stack}` };

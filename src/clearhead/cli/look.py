@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         render_look(seen)
     if page is not None:
         ids = [token["id"] for token in seen["tokens"]]
-        view_of_text(reader, ids).save(page, force=arguments.force)
+        view_of_text(reader, ids, seen).save(page, force=arguments.force)
         print(f"Wrote {page}", file=sys.stderr if arguments.json else None)
     return 0
 

@@ -14,6 +14,7 @@ from clearhead.recording import Record
 from clearhead.views import page
 from clearhead.views.content.atlas import ShownAtlas, atlas_of_survey, atlas_of_table
 from clearhead.views.content.comparison import beside, divided, with_effects, with_tokens
+from clearhead.views.content.effects import entries_of_look
 from clearhead.views.content.masked import ShownMask, masks_of, shown_mask
 from clearhead.views.shown import Shown, shown_of
 
@@ -167,8 +168,11 @@ def _records(seen: Any) -> list[Record]:
     return records
 
 
-def view_of_text(reader: Reader, ids: list[int], effects: Effects | None = None) -> PageView:
-    """Watch a model read one text, and show it; long texts by their top sources and blocks."""
+def view_of_text(reader: Reader, ids: list[int], looked: dict[str, Any] | None = None) -> PageView:
+    """Watch a model read one text, and show it; long texts by their top sources and blocks.
+
+    `looked` is what `look_at` found of the same text: its cuts are shown as effects.
+    """
     import torch
 
     from clearhead.recording import watch
@@ -180,7 +184,8 @@ def view_of_text(reader: Reader, ids: list[int], effects: Effects | None = None)
         reader.predict(ids)
     title = f"{reader.name}: {len(ids)} tokens"
     shown = with_tokens(shown_of(seen, reader.labels(ids), title), ids, reader.bytes_of(ids))
-    return _checked(shown if effects is None else with_effects(shown, effects))
+    effects = () if looked is None else tuple(entries_of_look(looked))
+    return _checked(replace(shown, effects=effects))
 
 
 def _readings(length: int) -> Any:

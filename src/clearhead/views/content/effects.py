@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from clearhead._core import is_number, type_error, value_error
 from clearhead.intervention import Effect, Effects
 
-__all__ = ["entries_of", "fitting"]
+__all__ = ["entries_of", "entries_of_look", "fitting"]
 
 
 def entries_of(effects: Effects | Sequence[Effects]) -> list[dict[str, Any]]:
@@ -17,9 +18,10 @@ def entries_of(effects: Effects | Sequence[Effects]) -> list[dict[str, Any]]:
     An edge has a query and a source, a cut source has no query, a head has neither. `layer` and
     `head` are None where several were cut at once, and `where` says which.
     """
-    tables = [effects] if isinstance(effects, Effects) else list(effects)
-    if not tables or not all(isinstance(table, Effects) for table in tables):
-        got = type(next((x for x in tables if not isinstance(x, Effects)), effects)).__name__
+    tables = [effects] if isinstance(effects, Effects) else effects
+    listed = isinstance(tables, (list, tuple)) and bool(tables)
+    if not listed or not all(isinstance(table, Effects) for table in tables):
+        got = type(effects).__name__
         raise type_error("effects", "is what ch.effects gave, or a list of such", got=got)
     found = [entry for table in tables for row in table for entry in _entry(table, row)]
     if not found:
@@ -27,6 +29,21 @@ def entries_of(effects: Effects | Sequence[Effects]) -> list[dict[str, Any]]:
         rule = "lists edges, sources or heads that were cut"
         raise value_error("effects", rule, got="masks alone", hint=hint)
     return found
+
+
+def entries_of_look(looked: dict[str, Any]) -> list[dict[str, Any]]:
+    """The header's entries of what `look_at` found of cuts; none for a model that predicts none."""
+    found, best = looked["difference"], looked["predictions"]
+    if found is None or not best or not found["probability"] > 0:
+        return []
+    where = {"sample": None, "layer": None, "head": None, "where": f"in {found['where']}"}
+    metric = f"log-probability (nats) of “{best[0]['label']}” at position {looked['at']}"
+    return [
+        {**where, "query": looked["at"], "source": row["position"], "weight": row["weight"],
+         "effect": math.log(row["probability"] / found["probability"]), "metric": metric}
+        for row in found["sources"]
+        if row["probability"] > 0
+    ]  # fmt: skip
 
 
 def fitting(

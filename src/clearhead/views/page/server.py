@@ -100,6 +100,7 @@ class PageRequest(BaseHTTPRequestHandler):
 
     server: PageServer
     server_version, sys_version = "clearhead", ""
+    protocol_version = "HTTP/1.1"  # connections are kept: a page asks for many small chunks
     timeout = 30
 
     def do_GET(self) -> None:
