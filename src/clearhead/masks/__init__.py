@@ -49,6 +49,7 @@ from clearhead.masks.positional import (
     window,
 )
 from clearhead.masks.protocol import Block
+from clearhead.masks.protocol import EdgeSet as EdgeSet
 from clearhead.masks.ranges import Ranges as Ranges
 from clearhead.masks.text import Map, default_sizes, picture
 from clearhead.masks.text import leaves as leaves

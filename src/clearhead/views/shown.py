@@ -17,6 +17,7 @@ from clearhead.views.content.maps import MapLayer, layer_of
 from clearhead.views.content.records import RecordContent, check_size
 from clearhead.views.content.statistics import look_untrained
 from clearhead.views.page.axes import Axis, CallPlace, axes_of, is_pair
+from clearhead.views.text.words import many
 
 __all__ = ["Shown", "record_from", "shown_of"]
 
@@ -48,6 +49,11 @@ class Shown:
     def segments(self) -> tuple[tuple[int, int, str], ...]:
         """The named stretches of the first axis."""
         return self.axes[0].segments
+
+    @property
+    def extent(self) -> str:
+        """How much is shown, in words."""
+        return many(len(self.layers), "attention call")
 
     def content(self, live: bool = False) -> PageContent:
         """The header and the chunks of a page: of a file, or of one that asks for rows."""

@@ -57,12 +57,7 @@ class PageView:
 
     def __repr__(self) -> str:
         shown = self.shown
-        words = {
-            Shown: lambda: f"{len(shown.layers)} attention calls",
-            ShownMask: lambda: f"{len(shown.calls)} masks",
-            ShownAtlas: lambda: f"{len(shown.means)} heads",
-        }[type(shown)]()
-        return f"PageView({shown.title!r}, {words}); .save(path) writes the page"
+        return f"PageView({shown.title!r}, {shown.extent}); .save(path) writes the page"
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
         """Show the page in a notebook, in a frame that has no rights but to run its own script."""
@@ -99,7 +94,7 @@ def view(
     >>> ch.view(seen, list("hell"))
     PageView('Attention of a model', 4 attention calls); .save(path) writes the page
     >>> ch.view(ch.masks.causal(), query=4)
-    PageView('causal()', 1 masks); .save(path) writes the page
+    PageView('causal()', 1 mask); .save(path) writes the page
 
     `seen` is what `watch` gave, one record of it, or what `record_from(weights, tokens)` made;
     `tokens` are labels, one for each position, or a list of them for each sample. Maps are drawn of

@@ -30,6 +30,11 @@ class ShownAtlas:
     title: str
     record: Any = None  # a Shown
 
+    @property
+    def extent(self) -> str:
+        """How much is shown, in words."""
+        return many(len(self.means), "head")
+
     def check(self) -> None:
         """Refuse a record that shares no head with the table, and one that is too large."""
         if self.record is None:

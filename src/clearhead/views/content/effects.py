@@ -60,7 +60,8 @@ def fitting(
 
 
 def _entry(table: Effects, row: Effect) -> Iterator[dict[str, Any]]:
-    cut, place = row.cut, {"query": None, "source": None, "layer": None, "head": None}
+    cut = row.cut
+    place: dict[str, int | None] = dict.fromkeys(("query", "source", "layer", "head"))
     if table.heads:
         place |= {"layer": cut[0], "head": cut[1]}
     elif is_number(cut):

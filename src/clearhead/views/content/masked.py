@@ -14,6 +14,7 @@ from clearhead.views.content.chunks import PageContent
 from clearhead.views.content.reasons import WORDED, reasons_of, worded
 from clearhead.views.page import codes
 from clearhead.views.page.axes import Axis, CallPlace, axes_of
+from clearhead.views.text.words import many
 
 __all__ = ["ShownMask", "masks_of", "shown_mask"]
 
@@ -41,6 +42,11 @@ class ShownMask:
     calls: tuple[MaskCall, ...]
     axes: tuple[Axis, ...]
     title: str
+
+    @property
+    def extent(self) -> str:
+        """How much is shown, in words."""
+        return many(len(self.calls), "mask")
 
     def check(self) -> None:
         """Refuse a mask that no page draws."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from clearhead._core import Sizes
-from clearhead.masks import Mask
+from clearhead.masks import EdgeSet
 
 __all__ = ["COARSELY", "blocks", "log_codes", "mask_runs", "row_sums", "top_planes", "top_values"]
 
@@ -60,7 +60,7 @@ def row_sums(sums: Tensor) -> bytes:
     return np.round(sums.double().numpy(), 4).astype("<f4").tobytes()
 
 
-def mask_runs(mask: Mask, sizes: Sizes, sample: int) -> bytes:
+def mask_runs(mask: EdgeSet, sizes: Sizes, sample: int) -> bytes:
     """Write the allowed runs of each row: their number, then start and stop of each."""
     query, source = sizes.query, sizes.source
     found = []

@@ -98,7 +98,7 @@ class PageServer(ThreadingHTTPServer):
 class PageRequest(BaseHTTPRequestHandler):
     """One request; only GET is answered."""
 
-    server: PageServer
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "clearhead", ""
     protocol_version = "HTTP/1.1"  # connections are kept: a page asks for many small chunks
     timeout = 30
