@@ -61,6 +61,7 @@ export async function read(page) {
     readout: await text(page, ".readout"), legend: await text(page, ".legend"), about: await text(page, ".about"),
     heads: await page.evaluate(() => [...window.shadow().querySelectorAll(".head-name")].map((n) => n.textContent)),
     csv: (await download(page, "CSV")).toString("utf8"),
+    page: await page.evaluate(() => window.shadow().textContent),
     wide: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
   };
 }
@@ -303,4 +304,62 @@ export async function looks(page, { print, kept }) {
     a.forEach((value, i) => { sum += Math.abs(value - b[i]); });
     return { picture, mean: sum / a.length };
   }, [now, kept ?? null]);
+}
+
+/** The mask page: what is said of an edge, and the same after keys alone. */
+export async function why(page) {
+  await painted(page);
+  await settle(page);
+  const say = () => page.evaluate(() => [...window.shadow().querySelectorAll(".question")].map((card) => [...card.querySelectorAll("h2, p, li")].map((e) => e.textContent)));
+  const first = await say();
+  await page.evaluate(() => window.shadow().querySelector(".over").focus());
+  for (const key of ["ArrowUp", "ArrowLeft", "ArrowLeft", "Enter"]) await page.keyboard.press(key);
+  await settle(page);
+  const box = await page.evaluate(() => {
+    const { left, top } = window.shadow().querySelector(".over").getBoundingClientRect();
+    const edge = edges();
+    return { left: left + edge.left, top: top + edge.top, width: edge.width, height: edge.height };
+  });
+  const moved = { say: await say(), hash: page.url().split("#")[1] };
+  await page.keyboard.press("Escape");
+  await page.mouse.move(box.left + 0.5 * box.width / 12, box.top + box.height - 4);
+  await settle(page);
+  return { first, moved, hovered: await say(), wide: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth) };
+}
+
+/** The atlas: the order of its table, what a click on a heading does, and where a head leads. */
+export async function atlas(page) {
+  await page.waitForFunction(() => window.shadow()?.querySelector(".atlas td"));
+  await settle(page);
+  const table = () => page.evaluate(() => {
+    const root = window.shadow().querySelector("details table");
+    return {
+      heads: [...root.querySelectorAll("tbody tr")].map((row) => row.querySelector("th").textContent),
+      sorted: [...root.querySelectorAll("th[aria-sort]")].map((th) => th.getAttribute("aria-sort")),
+      titles: [...root.querySelectorAll("thead th")].map((th) => th.textContent),
+    };
+  });
+  const first = await table();
+  const press = async (name, times) => {
+    for (let i = 0; i < times; i++) {
+      await page.evaluate((n) => [...window.shadow().querySelectorAll("details thead button")].find((b) => b.textContent.startsWith(n)).focus(), name);
+      await page.keyboard.press("Enter");
+      await settle(page);
+    }
+    return table();
+  };
+  const down = await press("sink", 1);
+  const up = await press("sink", 1);
+  await page.evaluate(() => { const select = window.shadow().querySelector("section select"); select.value = "previous"; select.dispatchEvent(new Event("change")); });
+  await settle(page);
+  const side = await text(page, ".atlas-side");
+  await page.evaluate(() => window.shadow().querySelector("[data-head='1/2'] button").focus());
+  await page.keyboard.press("Enter");
+  await settle(page);
+  return {
+    first, down, up, side, under: await text(page, ".question .under"), readout: await text(page, ".readout"),
+    chosen: await page.evaluate(() => [...window.shadow().querySelectorAll("td.chosen")].map((td) => td.textContent)),
+    wide: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
+    seen: await page.evaluate(() => { const { top, bottom } = window.shadow().querySelector(".plot")?.getBoundingClientRect() ?? { top: 1e9, bottom: 1e9 }; return bottom > 0 && top < innerHeight; }),
+  };
 }

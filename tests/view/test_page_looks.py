@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import clearhead as ch
+from clearhead import masks
 from clearhead.views.page import save
 from tests.view.browser import run
 from tests.view.synthetic import Record, causal_weights
@@ -26,6 +28,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "dark": {"hash": "#layer=2&head=4&query=16&source=10", "dark": True},
     "narrow": {"width": 390, "height": 844},
     "print": {"print": True, "width": 900, "height": 1270},
+    "mask": {"page": "mask", "hash": "#query=9&source=4"},
+    "mask-dark": {"page": "mask", "hash": "#query=9&source=4", "dark": True},
+    "mask-narrow": {"page": "mask", "width": 390, "height": 844},
+    "mask-print": {"page": "mask", "print": True, "width": 900, "height": 1270},
+    "atlas": {"page": "atlas", "hash": "#layer=1&head=2"},
+    "atlas-dark": {"page": "atlas", "hash": "#layer=1&head=2", "dark": True},
+    "atlas-narrow": {"page": "atlas", "width": 390, "height": 844},
+    "atlas-print": {"page": "atlas", "print": True, "width": 900, "height": 1270},
 }
 
 
@@ -41,16 +51,31 @@ def record() -> Record:
     return made
 
 
+def atlas() -> Record:
+    made = record()
+    generator = np.random.default_rng(5)
+    shares = generator.beta(0.6, 1.4, (4, 6))
+    made.statistics(previous=shares, sink=generator.beta(0.5, 2, (4, 6)), entropy=3 * shares)
+    made.header |= {"kind": "atlas", "title": "Heads of a model"}
+    return made
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("looks") / "page.html"
-    save(path, *record().finish())
+    folder = tmp_path_factory.mktemp("looks")
+    save(folder / "page.html", *record().finish())
+    save(folder / "atlas.html", *atlas().finish())
+    mask = masks.causal() & masks.window(5) | masks.first(1)
+    first, *others = TEXT.split()
+    ch.view(mask, [first, *others][:16]).save(folder / "mask.html")
+    path = folder / "page.html"
     files = {kind: LOOKS / f"{kind}.png" for kind in KINDS}
     kept = {k: base64.b64encode(f.read_bytes()).decode() for k, f in files.items() if f.exists()}
     jobs = [
-        {"name": kind, "check": "looks", "file": str(path), "kept": kept.get(kind), **how}
+        {"name": kind, "check": "looks", "file": str(folder / f"{how.get('page', 'page')}.html"),
+         "kept": kept.get(kind), **how}
         for kind, how in KINDS.items()
-    ]
+    ]  # fmt: skip
     lie = {"name": "lie", "check": "looks", "file": str(path), "kept": kept.get("dark")}
     return run([*jobs, lie])
 

@@ -98,7 +98,7 @@ export function takesDarkText(colour) {
     const c = ((colour >> shift) & 255) / 255;
     return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
   });
-  return 0.2126 * part[0] + 0.7152 * part[1] + 0.0722 * part[2] > 0.18;
+  return 0.2126 * part[0] + 0.7152 * part[1] + 0.0722 * part[2] > 0.179;
 }
 
 const SMALLEST_LOG2 = -12;

@@ -5,11 +5,13 @@ import { contextOf, fit, inkOf, paintMap, paintMarks } from "./paint.js";
 import { rasterOf } from "./raster.js";
 
 /** @typedef {import("../base/state.js").Region} Region */
-/** @typedef {{left: number, top: number, width: number, height: number, region: Region}} Frame */
+/** @typedef {{left: number, top: number, width: number, height: number, region: Region,
+ *   labelled: boolean}} Frame */
 
 const LARGEST_CELL = 40;
 const LABELS_FROM = 13;
 const TALLEST = 620;
+const NUMBERS = 52; // pixels beside a map whose axes have numbers
 const SMALLEST_REGION = 4;
 
 export class MapView {
@@ -51,14 +53,16 @@ export class MapView {
     const across = s1 - s0;
     const down = q1 - q0;
     const room = Math.max(120, this.root.clientWidth - 22);
-    const guess = Math.min(LARGEST_CELL, (room - 110) / across, TALLEST / down);
-    const labelled = guess >= LABELS_FROM;
-    const left = labelled ? this.labelRoom(q0, q1, (query) => this.model.queryLabel(query, 14)) : 52;
+    const fits = (/** @type {number} */ beside) => Math.min((room - beside) / across, TALLEST / down) >= LABELS_FROM;
+    // Labels are measured only where they may fit.
+    const beside = fits(NUMBERS) ? this.labelRoom(q0, q1, (query) => this.model.queryLabel(query, 14)) : 0;
+    const labelled = fits(NUMBERS) && fits(beside);
+    const left = labelled ? beside : NUMBERS;
     const top = labelled ? this.labelRoom(s0, s1, (source) => this.model.sourceLabel(source, 14)) : 40;
     const cell = Math.min(LARGEST_CELL, (room - left) / across, TALLEST / down);
     const width = Math.min(room - left, Math.max(cell * across, Math.min(across * 20, 220)));
     const height = Math.max(cell * down, Math.min(down * 20, 180));
-    return { left, top, width, height, region };
+    return { left, top, width, height, region, labelled };
   }
 
   /** Pixels for the longest label, and for the word beside the axis.

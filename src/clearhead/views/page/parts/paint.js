@@ -6,7 +6,6 @@ import { BARE, BLOCKED, BROKEN, HIDDEN, UNHELD, paint } from "./raster.js";
 
 /** @typedef {import("./map.js").Frame} Frame */
 
-const LABELLED_CELL = 13;
 // Room beside the map for the half of a number that stands over its edge.
 const EDGE = 18;
 
@@ -146,20 +145,20 @@ export function patternOf(context, state, ink) {
  * @param {Ink} ink
  */
 function paintLabels(context, frame, model, ink) {
-  const { left, top, width, height, region: [q0, q1, s0, s1] } = frame;
+  const { left, top, width, height, labelled, region: [q0, q1, s0, s1] } = frame;
   const down = height / (q1 - q0);
   const across = width / (s1 - s0);
   context.fillStyle = ink.text;
   context.font = `12px ${ink.font}`;
   context.textBaseline = "middle";
-  for (const query of ticks(q0, q1, down)) {
-    const text = down >= LABELLED_CELL ? model.queryLabel(query, 14) : String(query);
+  for (const query of ticks(q0, q1, down, labelled)) {
+    const text = labelled ? model.queryLabel(query, 14) : String(query);
     context.textAlign = "right";
     context.fillText(`\u2068${text}\u2069`, left - 7, top + (query - q0 + 0.5) * down, left - 22);
   }
-  const labels = ticks(s0, s1, across).map((source) => /** @type {[number, string]} */ ([source, across >= LABELLED_CELL ? model.sourceLabel(source, 14) : String(source)]));
+  const labels = ticks(s0, s1, across, labelled).map((source) => /** @type {[number, string]} */ ([source, labelled ? model.sourceLabel(source, 14) : String(source)]));
   // Short labels stand upright.
-  const turned = across >= LABELLED_CELL && labels.some(([, text]) => context.measureText(text).width > across - 3);
+  const turned = labelled && labels.some(([, text]) => context.measureText(text).width > across - 3);
   for (const [source, text] of labels) {
     context.save();
     context.translate(left + (source - s0 + 0.5) * across, top - (turned ? 7 : 11));
@@ -182,10 +181,11 @@ function paintLabels(context, frame, model, ink) {
  * @param {number} start
  * @param {number} stop
  * @param {number} pixels of one position
+ * @param {boolean} labelled
  */
-function ticks(start, stop, pixels) {
+function ticks(start, stop, pixels, labelled) {
   let step = 1;
-  if (pixels < LABELLED_CELL) {
+  if (!labelled) {
     const least = 46 / pixels;
     step = 10 ** Math.ceil(Math.log10(least));
     for (const part of [5, 2]) if (step / part >= least) { step /= part; break; }

@@ -210,7 +210,7 @@ export class StripView {
     if (this.looks.get(chip) === look) return;
     this.looks.set(chip, look);
     chip.style.backgroundColor = colour < 0 ? "" : css(colour);
-    chip.style.color = colour < 0 ? "" : takesDarkText(colour) ? "#10131a" : "#fff";
+    chip.style.color = colour < 0 ? "" : takesDarkText(colour) ? "#000" : "#fff";
     chip.classList.toggle("blocked", closed);
     chip.classList.toggle("hidden", away);
   }

@@ -52,7 +52,7 @@ function heatCell(text, colour, coloured) {
   const cell = element("td", { class: "heat" }, text);
   if (coloured) {
     cell.style.backgroundColor = css(colour);
-    cell.style.color = takesDarkText(colour) ? "#10131a" : "#fff";
+    cell.style.color = takesDarkText(colour) ? "#000" : "#fff";
   }
   return cell;
 }
