@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from clearhead._capture.axes import REORDERS, Layouts
+from clearhead._capture.axes import REORDERS, Layouts, Marks
 
 __all__ = [
     "DIVISIONS",
@@ -147,10 +146,10 @@ class Provenance:
     """A table from live tensors to their origins; it keeps no tensor alive but softmax results."""
 
     def __init__(self) -> None:
-        self._table: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
+        self._marks = Marks()
         self._roots = 0
         self.notify_nobody()
-        self.layouts = Layouts()
+        self.layouts = Layouts(self._marks)
 
     def notify_nobody(self) -> None:
         """Forget who is notified of functions whose results cannot be followed."""
@@ -158,26 +157,16 @@ class Provenance:
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
-        found = self._entry(tensor)
+        found = self._marks.origin(tensor)
         return None if found is _LEARNED else found
 
     def learned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or computed from parameters alone."""
-        return isinstance(tensor, Parameter) or self._entry(tensor) is _LEARNED
-
-    def _entry(self, tensor: object) -> Origin | None:
-        found = self._table.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        return isinstance(tensor, Parameter) or self._marks.origin(tensor) is _LEARNED
 
     def mark(self, tensor: Tensor, origin: Origin) -> None:
         """Set the origin of a tensor."""
-        key, table = id(tensor), self._table
-
-        def forget(ref: weakref.ref[Tensor]) -> None:
-            if key in table and table[key][0] is ref:
-                del table[key]
-
-        table[key] = (weakref.ref(tensor, forget), origin)
+        self._marks.set_origin(tensor, origin)
 
     def root(self, *found: object) -> int:
         """Give the root of the first known tensor; an unknown activation becomes a root itself."""
@@ -194,7 +183,7 @@ class Provenance:
     def mark_inputs(self, given: Any) -> None:
         """Make the activations that a model is called with roots."""
         for tensor in tensors(given):
-            if tensor.is_floating_point() and self._entry(tensor) is None:
+            if tensor.is_floating_point() and self._marks.origin(tensor) is None:
                 self.mark(tensor, self._new())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,9 +204,10 @@ class Provenance:
             if func is torch.Tensor.__setitem__:
                 self._written(args[0])
             return
-        self.layouts.follow(func, args, kwargs, out)
+        steps = self.layouts.follow(func, args, kwargs, out)
         known, learned = self._argument(func, args, kwargs)
         if known is None:
+            self._mark_layouts(out, steps)
             if learned:
                 self._mark_learned(args, out)
             return
@@ -237,9 +227,22 @@ class Provenance:
             known = replace(known, edited=True)
         if known.log is not None and func not in _MOVES:
             known = replace(known, log=None)
-        for tensor in tensors(out):
+        several = isinstance(steps, list)
+        for at, tensor in enumerate(tensors(out)):
             if tensor.is_floating_point():
-                self.mark(tensor, _inherit(known, func, args, kwargs, tensor))
+                origin = _inherit(known, func, args, kwargs, tensor)
+                step = steps[at] if several else steps
+                if step is None:
+                    self._marks.set_origin(tensor, origin)
+                else:
+                    self._marks.set(tensor, origin, step)
+
+    def _mark_layouts(self, out: Any, steps: Any) -> None:
+        """Set the layouts of what comes from nothing that is known."""
+        several = isinstance(steps, list)
+        for at, tensor in enumerate(tensors(out) if steps is not None else ()):
+            if tensor.is_floating_point():
+                self._marks.set(tensor, None, steps[at] if several else steps)
 
     def _written(self, tensor: Any) -> None:
         """Note that weights, or a view of them, were written to."""
@@ -264,7 +267,7 @@ class Provenance:
         """Give the origin that a result inherits, and whether an argument is a parameter."""
         known, learned = None, func in _PROJECTIONS
         for tensor in tensors((args, kwargs) if kwargs else args):
-            origin = self._entry(tensor)
+            origin = self._marks.origin(tensor)
             learned = learned or origin is _LEARNED or isinstance(tensor, Parameter)
             if origin is None or origin is _LEARNED:
                 continue

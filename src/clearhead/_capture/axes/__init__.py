@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clearhead._capture.axes.follow import REORDERS, Layouts
 from clearhead._capture.axes.layout import AxisLayout
+from clearhead._capture.axes.marks import Marks
 from clearhead._capture.axes.place import Fold, Place, fold_of, misread, parted, place_of
 from clearhead._capture.axes.scores import paired_axes, paired_letters, scored, scores_of
 
@@ -12,6 +13,7 @@ __all__ = [
     "AxisLayout",
     "Fold",
     "Layouts",
+    "Marks",
     "Place",
     "fold_of",
     "misread",
