@@ -501,3 +501,28 @@ class TestModels:
         ):
             with pytest.raises(ValueError, match=rf"\[7\][\s\S]*{layers}"), cut():
                 model(TOKENS)
+
+
+def test_axes_are_worked_out_only_where_a_call_asks(monkeypatch):
+    from clearhead._capture.axes.layout import AxisLayout
+
+    worked, own = [], AxisLayout.reordered
+
+    def counted(self, order):
+        worked.append(order)
+        return own(self, order)
+
+    monkeypatch.setattr(AxisLayout, "reordered", counted)
+    project = torch.nn.Linear(8, 8)
+
+    def model(x):
+        for _ in range(50):
+            x = project(x).transpose(0, 1).transpose(0, 1)
+        heads = x.view(1, 5, 2, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads)
+
+    with ch.watch(model, read=ch.readings.Entropy()) as seen:
+        model(torch.randn(1, 5, 8))
+    assert seen[0].value.shape == (1, 2, 5)
+    # Two after the last projection, the heads, and the keys turned to meet the queries; not 100.
+    assert len(worked) == 4

@@ -20,7 +20,7 @@ __all__ = ["REORDERS", "Layouts"]
 DEEPEST = 64
 
 
-class Step:
+class Inferred:
     """A layout that is worked out when it is asked for, which is seldom: how it follows."""
 
     __slots__ = ("_args", "_layout", "_rule", "_source", "depth", "shape")
@@ -59,7 +59,7 @@ class Step:
         return made if fits else None
 
 
-class Known(Step):
+class Given(Inferred):
     """A layout that is known, or that of an activation, whose axes are its own."""
 
     def __init__(self, shape: Any, layout: AxisLayout | None = None) -> None:
@@ -86,7 +86,7 @@ class Layouts:
         if layout is None or not isinstance(tensor, Tensor):
             return
         if layout.shape == tuple(tensor.shape):
-            self._marks.set_step(tensor, Known(tensor.shape, layout))
+            self._marks.set_step(tensor, Given(tensor.shape, layout))
 
     def begun(self, source: Any) -> AxisLayout | None:
         """Look up a tensor that is viewed; an unknown activation is taken for a projection."""
@@ -95,10 +95,10 @@ class Layouts:
 
     def follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Step | list[Step] | None:
+    ) -> Inferred | list[Inferred] | None:
         """Give the step to what a call returned; several where it returned several tensors."""
         if func in _PROJECTIONS:
-            return Known(out.shape)
+            return Given(out.shape)
         if func in _JOINS:
             return self._join(func, args, kwargs, out)
         if func in _RULES:
@@ -108,15 +108,15 @@ class Layouts:
             return self._alike(args, out)
         return None
 
-    def _begun(self, source: Any) -> Step | None:
+    def _begun(self, source: Any) -> Inferred | None:
         if not isinstance(source, Tensor) or not source.is_floating_point():
             return None
         step = self._marks.step(source)
         if step is None and not isinstance(source, Parameter):
-            return Known(source.shape)
+            return Given(source.shape)
         return step
 
-    def _alike(self, args: tuple[Any, ...], out: Tensor) -> Step | None:
+    def _alike(self, args: tuple[Any, ...], out: Tensor) -> Inferred | None:
         """Give the step to an argument of the shape of the result: a function of each number."""
         for given in args:
             step = self._marks.step(given) if isinstance(given, Tensor) else None
@@ -126,22 +126,22 @@ class Layouts:
 
     def _join(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Step | None:
+    ) -> Inferred | None:
         given = args[0] if args else kwargs["tensors"]
         at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        steps: list[Step | None] = [self._marks.step(x) for x in given]
+        steps: list[Inferred | None] = [self._marks.step(x) for x in given]
         if not isinstance(out, Tensor) or not any(steps):
             return None
-        return Step(_joined, steps, (at % out.ndim, func is torch.stack), out.shape)
+        return Inferred(_joined, steps, (at % out.ndim, func is torch.stack), out.shape)
 
 
 def _applied(
-    rule: Callable[..., Any], source: Step, given: tuple[Any, Any], out: Any
-) -> Step | list[Step]:
+    rule: Callable[..., Any], source: Inferred, given: tuple[Any, Any], out: Any
+) -> Inferred | list[Inferred]:
     if isinstance(out, Tensor):
-        return Step(rule, source, given, out.shape)
-    every = Step(rule, source, given, [x.shape for x in out])
-    return [Step(_item, every, (index,), x.shape) for index, x in enumerate(out)]
+        return Inferred(rule, source, given, out.shape)
+    every = Inferred(rule, source, given, [x.shape for x in out])
+    return [Inferred(_item, every, (index,), x.shape) for index, x in enumerate(out)]
 
 
 def _item(layouts: list[AxisLayout], index: int, shape: Any) -> AxisLayout:
