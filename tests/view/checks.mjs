@@ -185,9 +185,9 @@ export async function exported(page) {
   const svg = (await download(page, "SVG")).toString("utf8");
   const parsed = await page.evaluate((t) => {
     const found = new DOMParser().parseFromString(t, "image/svg+xml");
-    return { names: [...new Set([...found.querySelectorAll("*")].map((e) => e.nodeName))], error: found.querySelector("parsererror")?.textContent ?? null };
+    return { title: found.querySelector("title")?.textContent, names: [...new Set([...found.querySelectorAll("*")].map((e) => e.nodeName))], error: found.querySelector("parsererror")?.textContent ?? null };
   }, svg);
-  return { svg: parsed, png: [...(await download(page, "PNG")).subarray(0, 8)], csv: (await download(page, "CSV")).toString("utf8"), ran: await page.evaluate(() => window.seen.ran) };
+  return { title: parsed.title, svg: parsed, png: [...(await download(page, "PNG")).subarray(0, 8)], csv: (await download(page, "CSV")).toString("utf8"), ran: await page.evaluate(() => window.seen.ran) };
 }
 
 /** Times in milliseconds and memory in bytes. */
@@ -362,4 +362,38 @@ export async function atlas(page) {
     wide: await page.evaluate(() => document.documentElement.scrollWidth - innerWidth),
     seen: await page.evaluate(() => { const { top, bottom } = window.shadow().querySelector(".plot")?.getBoundingClientRect() ?? { top: 1e9, bottom: 1e9 }; return bottom > 0 && top < innerHeight; }),
   };
+}
+
+/** The colours from least to most, as the legend shows them. */
+export async function ramp(page) {
+  await painted(page);
+  await settle(page);
+  return page.evaluate(() => {
+    const bar = window.shadow().querySelector(".bar-of-colours");
+    const { data } = bar.getContext("2d").getImageData(0, 4, bar.width, 1);
+    return Array.from({ length: bar.width }, (_, x) => [...data.slice(4 * x, 4 * x + 3)]);
+  });
+}
+
+/** What stands in the token strip: text, classes and what is told on hover; and nodes in the page. */
+export async function strip(page) {
+  await painted(page);
+  await settle(page);
+  return page.evaluate(() => ({
+    chips: [...window.shadow().querySelectorAll(".chip")].map((chip) => [chip.textContent, chip.className, chip.title, chip.firstChild.dir]),
+    nodes: window.shadow().querySelectorAll("*").length,
+    buttons: [...window.shadow().querySelectorAll("button")].map((b) => b.getAttribute("aria-label") ?? b.textContent),
+  }));
+}
+
+/** Several fragments in one document, each on its own. */
+export async function fragments(page) {
+  const frames = page.frames().filter((f) => f !== page.mainFrame());
+  const found = [];
+  for (const frame of frames) {
+    await frame.waitForFunction(() => document.getElementById("clearhead")?.shadowRoot?.querySelector(".about"));
+    found.push(await frame.evaluate(() => document.getElementById("clearhead").shadowRoot.querySelector("h1").textContent));
+  }
+  const outside = await page.evaluate(() => [document.body.childElementCount, Object.keys(window).includes("mount")]);
+  return { found, outside };
 }

@@ -157,6 +157,7 @@ def shown_of(
         got = type(seen).__name__ if records else "no record"
         hint = "record_from(weights, tokens) takes arrays"
         raise type_error("seen", "is what watch() gave, or a record of it", got=got, hint=hint)
+    tokens = _read_tokens(tokens, records)
     axes, at = axes_of([CallPlace(r.kind, r.module, r.sizes) for r in records], tokens)
     layers = tuple(layer_of(record, pair) for record, pair in zip(records, at, strict=True))
     notes = tuple(seen.notes) if isinstance(seen, Seen) else ()
@@ -164,6 +165,16 @@ def shown_of(
         notes += (UNTRAINED,)
     axes[0] = replace(axes[0], prompt=records[0].prompt)
     return Shown(layers, tuple(axes), notes, title or "Attention of a model")
+
+
+def _read_tokens(tokens: Any, records: Sequence[Record]) -> Any:
+    """Of the labels of a whole generation, those that the model read: not the last new token."""
+    positions = records[0].sizes.source
+    if records[0].prompt is None or not isinstance(tokens, (list, tuple)):
+        return tokens
+    if len(tokens) == positions + 1 and all(isinstance(x, str) for x in tokens):
+        return tokens[:-1]
+    return tokens
 
 
 def _records(seen: Any) -> list[Any]:

@@ -34,9 +34,20 @@ class PageView:
 
     shown: Shown | ShownMask | ShownAtlas
 
-    def html(self) -> str:
-        """Return the page as one self-contained HTML document."""
-        return page.html(*self.shown.pages())
+    def html(self, *, fragment: bool = False) -> str:
+        """Return the page as one self-contained HTML document, or as a `fragment` of another.
+
+        A fragment is a frame that has no rights but to run the page's own script, so several of
+        them share a document without touching it or each other.
+        """
+        text = page.html(*self.shown.pages())
+        if not fragment:
+            return text
+        return (
+            '<iframe sandbox="allow-scripts" style="width:100%;height:720px;border:0" '
+            f'title="{escape.escape(self.shown.title[:200])}" srcdoc="{escape.escape(text)}">'
+            "</iframe>"
+        )
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the page to one file, whole or not at all; an existing one is kept without `force`.
@@ -61,11 +72,7 @@ class PageView:
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
         """Show the page in a notebook, in a frame that has no rights but to run its own script."""
-        frame = (
-            '<iframe sandbox="allow-scripts" style="width:100%;height:720px;border:0" '
-            f'srcdoc="{escape.escape(self.html())}"></iframe>'
-        )
-        return {"text/plain": repr(self), "text/html": frame}
+        return {"text/plain": repr(self), "text/html": self.html(fragment=True)}
 
 
 def view(
