@@ -17,7 +17,7 @@ from typing import NamedTuple
 TOP = ""
 # The floors, lowest first: a package imports from lower floors alone.
 FLOORS = [
-    {"_core"},
+    {"_core", "_display"},
     {"masks", "biases"},
     {"readings"},
     {"attention"},

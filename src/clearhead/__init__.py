@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from clearhead._display import provide
+
 if TYPE_CHECKING:
     from clearhead import biases, heads, integrations, masks, models, readings
     from clearhead.attention import attend
@@ -77,6 +79,16 @@ _HOMES = {
     "figure": "views",
     "integrations": "integrations",
 }
+
+
+def _mimebundle(shown: Any) -> dict[str, Any]:
+    from clearhead.views import mimebundle
+
+    return mimebundle(shown)
+
+
+# Here, because every import of a part of the package runs this file first.
+provide(_mimebundle)
 
 
 def __getattr__(name: str) -> Any:

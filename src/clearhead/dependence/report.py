@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from clearhead._display import mimebundle
+
 __all__ = ["BATCH", "Finding", "Outcome", "Report"]
 
 # The kind of a finding of `audit.batch`, whose `sample` is the position at which it was found.
@@ -117,6 +119,8 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *self._findings(), *self.details])
+
+    _repr_mimebundle_ = mimebundle
 
     @property
     def headline(self) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from clearhead._capture import two_sided
 from clearhead._core import value_error
+from clearhead._display import mimebundle
 from clearhead.heads.batch import Batch
 from clearhead.heads.calls import PendingCalls
 from clearhead.heads.layer_moments import LayerStatistics, Totals, joined
@@ -89,6 +90,8 @@ class Survey:
             f"{type(self).__name__} of {of}, over {counts}; "
             f"mean(name) and variance(name) of {', '.join(STATISTICS)}"
         )
+
+    _repr_mimebundle_ = mimebundle
 
     @property
     def layers(self) -> list[LayerStatistics]:

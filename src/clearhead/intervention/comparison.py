@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 
 from clearhead._capture import call_with
+from clearhead._display import mimebundle
 from clearhead.intervention.candidates import candidates, several
 from clearhead.intervention.selection import Heads, Model, listed, select_heads
 from clearhead.intervention.trials import Baseline, EdgeWeights, after_cuts, likelihood, number
@@ -84,6 +85,8 @@ class Effects(Sequence[Effect]):
         ordered = sorted(self, key=lambda row: -abs(row.effect))
         lines += [f"{self._cut(row):<20} {row.weight:8.4f} {row.effect:+9.4f}" for row in ordered]
         return "\n".join([*lines, self.words])
+
+    _repr_mimebundle_ = mimebundle
 
     def _cut(self, row: Effect) -> str:
         if self.heads:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead._core import position, readable, type_error, value_error
+from clearhead._display import mimebundle
 from clearhead.masks import text
 from clearhead.masks.protocol import MAX_TESTED, EdgeSet
 
@@ -314,6 +315,8 @@ class Mask(EdgeSet):
 
     def __str__(self) -> str:
         return text.summary(self)
+
+    _repr_mimebundle_ = mimebundle
 
     if not TYPE_CHECKING:
 

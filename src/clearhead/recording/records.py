@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead._core import Sizes
+from clearhead._display import mimebundle
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 from clearhead.recording import packed, store
@@ -57,6 +58,8 @@ class Record:
             f"{batch} x {heads} heads, {query} queries, {source} sources, "
             + (self.how if self.how == "handwritten" else f"by {self.how}")
         )
+
+    _repr_mimebundle_ = mimebundle
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -166,6 +169,8 @@ class Seen(Sequence[Record]):
         if len(self) > 40:
             lines.append(f"  and {len(self) - 40} more")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    _repr_mimebundle_ = mimebundle
 
 
 _TREES = "value", "mask", "read"

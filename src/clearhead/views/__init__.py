@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from clearhead.views.json import document
     from clearhead.views.look import look_at
     from clearhead.views.mask import describe_edge, describe_maps, describe_row, sizes_of_mask
+    from clearhead.views.notebook import mimebundle
     from clearhead.views.reader import Reader, open_reader, open_with_inputs
     from clearhead.views.shown import record_from
     from clearhead.views.sight import PageView, view, view_of_table, view_of_text
@@ -34,6 +35,7 @@ __all__ = [
     "document",
     "figure",
     "look_at",
+    "mimebundle",
     "open_reader",
     "open_with_inputs",
     "output_streams",
@@ -65,6 +67,7 @@ _HOMES = {
     "document": "json",
     "figure": "figures",
     "look_at": "look",
+    "mimebundle": "notebook",
     "open_reader": "reader",
     "open_with_inputs": "reader",
     "output_streams": "streams",

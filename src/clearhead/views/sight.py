@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html as escape
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clearhead._core import type_error, value_error
+from clearhead._display import mimebundle
 from clearhead.heads import Survey, atlas
 from clearhead.masks import Mask
 from clearhead.recording import Record
@@ -70,9 +70,13 @@ class PageView:
         shown = self.shown
         return f"PageView({shown.title!r}, {shown.extent}); .save(path) writes the page"
 
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, str]:
-        """Show the page in a notebook, in a frame that has no rights but to run its own script."""
-        return {"text/plain": repr(self), "text/html": self.html(fragment=True)}
+    def widget(self) -> Any:
+        """The page as a notebook's widget (anywidget), which asks this kernel for what it shows."""
+        from clearhead.views.notebook.widget import widget_of
+
+        return widget_of(self.shown.content(live=True))
+
+    _repr_mimebundle_ = mimebundle
 
 
 def view(
