@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
 from clearhead import masks
-from clearhead.monitoring import STATISTICS
+from clearhead.monitoring import STATISTICS, Alarm
 
 
 class Attends(nn.Module):
@@ -232,3 +237,340 @@ class TestNumbers:
             layer(torch.randn(2, 5, 8), x := torch.randn(2, 7, 8), x)
         assert all(math.isnan(row["self"]) and row["rows"] == 10 for row in monitor.table())
         assert not monitor.alarms
+
+
+def gpt(**more: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"layers": 2, "heads": 2, "width": 32, "length": 16, "dropout": 0.0, **more}
+    return ch.models.GPT(50, **options)
+
+
+def tokens(batch: int = 3, length: int = 7, seed: int = 0) -> Tensor:
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, steps: int, micro: int = 1, **given: Any) -> list[float]:
+    """Losses of a short training, each step of so many forwards whose gradients add up."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        for part in range(micro):
+            x = tokens(seed=10 * step + part)
+            loss = F.cross_entropy(model(x, **given).flatten(0, 1), x.flatten())
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Torch(nn.Module):
+    """A model of torch's own layers."""
+
+    def __init__(self, checkpointed: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True) for _ in range(2)
+        )
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x)
+
+
+class TestSteps:
+    def test_losses_have_the_same_bits(self) -> None:
+        for make in (lambda: gpt(dropout=0.1), lambda: Torch(dropout=0.1)):
+            plain_model, model = make(), make()
+            torch.manual_seed(1)
+            right = train(plain_model, 4)
+            torch.manual_seed(1)
+            with ch.monitor(model, alarms=False):
+                assert train(model, 4) == right
+
+    def test_every(self) -> None:
+        model = gpt()
+        with ch.monitor(model, every=3) as monitor:
+            train(model, 8)
+        assert [step for step, _ in monitor.history] == [0, 3, 6]
+
+    def test_forwards_whose_gradients_add_up_are_one_step(self) -> None:
+        model = gpt()
+        with ch.monitor(model, alarms=False) as monitor:
+            train(model, 2, micro=3)
+        assert [step for step, _ in monitor.history] == [0, 1]
+        assert all(row["rows"] == 3 * 3 * 7 for row in monitor.table())
+        again = gpt()
+        with ch.monitor(again, alarms=False) as each:
+            for part in range(3):
+                again(tokens(seed=part))
+        (one,), parts = [monitor.history[:1], torch.stack([x for _, x in each.history])]
+        assert len(each.history) == 3
+        close(one[1][..., 1:-1], parts.mean(0)[..., 1:-1])
+        close(one[1][..., 0], parts.amax(0)[..., 0])
+
+    def test_evaluation_is_left_out(self) -> None:
+        model = gpt()
+        with ch.monitor(model) as monitor:
+            model(tokens())
+            model.eval()(tokens())
+            model.train()
+        assert len(monitor.history) == 1
+        with pytest.raises(RuntimeError, match="2 forwards were in evaluation mode"):
+            with ch.monitor(model.eval()):
+                model(tokens()), model(tokens())
+
+    @pytest.mark.parametrize("through", [False, True])
+    def test_recomputation_counts_once(self, through: bool) -> None:
+        found = []
+        for checkpointed in (False, True):
+            model = Torch(checkpointed)
+            with ch.monitor(model, through=through, alarms=False) as monitor:
+                losses = train(model, 1)
+            found.append((losses, monitor.history[-1][1]))
+        assert torch.allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+        assert found[1][1][..., -1].unique().tolist() == [21]
+
+    def test_through_trains_alike(self) -> None:
+        plain_model, model = Torch(), Torch()
+        right = train(plain_model, 4)
+        with ch.monitor(model, through=True, alarms=False) as monitor:
+            found = train(model, 4)
+        assert torch.allclose(torch.tensor(found), torch.tensor(right), rtol=1e-4)
+        assert len(monitor.history) == 4
+
+    def test_two_monitors_see_the_same(self) -> None:
+        model = gpt()
+        with ch.monitor(model) as one, ch.monitor(model) as other:
+            train(model, 2)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.history, other.history))
+
+    def test_layers_and_heads(self) -> None:
+        model = gpt(layers=3)
+        with ch.monitor(model) as every, ch.monitor(model, layers=-1, heads=[1]) as some:
+            train(model, 2)
+        assert [(row["layer"], row["head"]) for row in some.table()] == [(2, 1)]
+        for (_, whole), (_, chosen) in zip(every.history, some.history, strict=True):
+            assert torch.equal(whole[2:, 1:], chosen)
+        with pytest.raises(ValueError, match=r"layers: lie in 0..2"), ch.monitor(model, layers=[3]):
+            model(tokens())
+
+    def test_shared_layers_and_growing_lengths(self) -> None:
+        model = gpt()
+        with ch.monitor(model, steps=3, alarms=False) as monitor:
+            for length in range(2, 9):
+                model(tokens(length=length))
+        assert [step for step, _ in monitor.history] == [4, 5, 6]
+        assert [int(x[0, 0, -1]) for _, x in monitor.history] == [18, 21, 24]
+
+    def test_a_forward_that_fails_is_not_counted(self) -> None:
+        model = gpt()
+        with ch.monitor(model) as monitor:
+            with pytest.raises(ValueError, match="tokens"):
+                model(tokens(length=99))
+            model(tokens())
+        assert len(monitor.history) == 1
+
+    def test_interrupted_forwards_leave_nothing_behind(self) -> None:
+        model = gpt()
+
+        def stop(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        monitor = ch.monitor(model, alarms=False)
+        handle = model.blocks[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        handle.remove()
+        model(tokens())
+        assert len(monitor.history) == 1
+        monitor.close()
+        assert not torch.overrides._get_current_function_mode_stack()
+
+    def test_copies_and_files_of_the_model_are_not_monitored(self) -> None:
+        model = gpt()
+        with ch.monitor(model) as monitor:
+            model(tokens())
+            copied = copy.deepcopy(model)
+            copied(tokens())
+            pickle.loads(pickle.dumps(model))(tokens())
+        assert len(monitor.history) == 1
+        assert not model._forward_hooks and not model._forward_pre_hooks
+
+    def test_a_layer_that_changes_its_way_is_read_again(self) -> None:
+        """Where only kernels were seen, nothing else is followed; a silent layer is noticed."""
+        torch.manual_seed(0)
+        layer, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
+        with ch.monitor(layer, alarms=False) as monitor:
+            for weights in (False, False, True, True):
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    layer(x, x, x, need_weights=weights)
+                if weights and len(monitor.history) == 2:
+                    assert "took another way" in str(warned[0].message)
+        assert [step for step, _ in monitor.history] == [0, 1, 3]
+        assert torch.allclose(monitor.history[0][1], monitor.history[2][1], atol=1e-6)
+
+
+class TestAlarms:
+    def test_scores_that_grow(self) -> None:
+        model = gpt()
+        with torch.no_grad():
+            model.blocks[1].attention.query_layer.weight *= 1e4
+        heard: list[Alarm] = []
+        with ch.monitor(model, alarms=heard.append, thresholds={"logit_growth": 20.0}) as monitor:
+            train(model, 3)
+        assert {(x.step, x.layer, x.kind) for x in heard} == {(0, 1, "logit_growth")}
+        assert sorted(x.head for x in heard) == [0, 1] and monitor.alarms == heard
+        assert all(x.value > 20 for x in heard)
+
+    def test_entropy_that_collapses_for_some_steps(self) -> None:
+        model = gpt()
+        with torch.no_grad():
+            model.blocks[0].attention.query_layer.weight *= 1e6
+        with pytest.warns(
+            UserWarning, match=r"entropy_collapse at step 2.*layer 0 head 0"
+        ) as warned:
+            with ch.monitor(model, patience=3, thresholds={"logit_growth": 1e9, "sink": 2}):
+                for _ in range(5):
+                    model(tokens())
+        assert len(warned) == 1
+
+    def test_dead_heads_and_sinks(self) -> None:
+        model = gpt(heads=4)
+        with torch.no_grad():
+            model.blocks[0].attention.value_layer.weight[8:16] = 0
+        with ch.monitor(model, alarms=lambda alarm: None, patience=2) as monitor:
+            for _ in range(3):
+                model(tokens())
+        dead = [(x.layer, x.head, x.step) for x in monitor.alarms if x.kind == "dead_head"]
+        assert dead == [(0, 1, 1)]
+        # Four of seven positions are the first ones.
+        assert len([x for x in monitor.alarms if x.kind == "sink"]) == 8
+
+    def test_a_nan_is_reported_and_the_run_goes_on(self) -> None:
+        model = gpt()
+        with torch.no_grad():
+            model.blocks[1].attention.key_layer.weight[0, 0] = math.nan
+        with warnings.catch_warnings(record=True) as warned, ch.monitor(model) as monitor:
+            warnings.simplefilter("always")
+            train(model, 2)
+        assert "nan at step 0" in str(warned[0].message)
+        assert "layer 1 head 0" in str(warned[0].message)
+        assert len(monitor.history) == 2
+        assert {(x.step, x.layer, x.head) for x in monitor.alarms if x.kind == "nan"} >= {(0, 1, 0)}
+
+    def test_a_callback_that_raises(self) -> None:
+        model = gpt()
+
+        def broken(alarm: Alarm) -> None:
+            raise OSError("no space left")
+
+        with pytest.warns(
+            UserWarning, match="callback of alarms raised OSError: no space"
+        ) as warned:
+            with ch.monitor(model, alarms=broken, thresholds={"logit_growth": -1e9}) as monitor:
+                train(model, 3)
+        assert len(warned) == 1 and len(monitor.history) == 3 and len(monitor.alarms) == 4
+
+
+class TestResults:
+    def test_log_and_table(self) -> None:
+        model = gpt()
+        with ch.monitor(model) as monitor:
+            model(tokens())
+        table, log = monitor.table(), monitor.log(heads=True, prefix="a")
+        of = [row["max_logit"] for row in table if row["layer"] == 1]
+        assert log["a/layer.1/max_logit"] == max(of) and log["a/layer.1/max_logit_min"] == min(of)
+        assert log["a/layer.1/head.0/entropy"] == table[2]["entropy"]
+        assert log["a/layer.1/sink"] == pytest.approx(sum(row["sink"] for row in table[2:]) / 2)
+        assert all(type(x) is float for x in log.values())
+        assert tuple(table[0])[3:] == STATISTICS and table[0]["module"] == "blocks.0.attention"
+
+    @pytest.mark.parametrize("kind", ["parquet", "safetensors"])
+    def test_files(self, kind: str, tmp_path: Path) -> None:
+        pytest.importorskip("pyarrow" if kind == "parquet" else "safetensors")
+        model, path = gpt(), tmp_path / f"history.{kind}"
+        with ch.monitor(model) as monitor:
+            train(model, 3)
+            monitor.save(path)
+        whole = torch.stack([x for _, x in monitor.history])
+        if kind == "safetensors":
+            from safetensors import safe_open
+
+            with safe_open(path, "pt") as file:
+                assert torch.equal(file.get_tensor("values"), whole)
+                assert file.get_tensor("steps").tolist() == [0, 1, 2]
+        else:
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+            assert rows[-1] == {"step": 2, **monitor.table()[-1]}
+            assert len(rows) == 12
+        assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+    def test_a_file_is_written_whole_or_not_at_all(self, tmp_path: Path) -> None:
+        model, path = gpt(), tmp_path / "history.csv"
+        with ch.monitor(model) as monitor:
+            model(tokens())
+        with pytest.raises(ValueError, match=r"path: ends in .parquet or .safetensors"):
+            monitor.save(path)
+        with pytest.raises(FileNotFoundError):
+            monitor.save(tmp_path / "missing" / "history.safetensors")
+        assert not list(tmp_path.iterdir())
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("given", "error", "text"),
+        [
+            ({"every": 0}, ValueError, "every: is at least 1; got 0"),
+            ({"every": 1.5}, TypeError, "every: is an integer"),
+            ({"sinks": 0}, ValueError, "sinks: is at least 1"),
+            ({"alarms": "yes"}, TypeError, "alarms: is True, False or a function"),
+            ({"thresholds": {"logit": 3}}, ValueError, "did you mean logit_growth"),
+            ({"thresholds": {"sink": "1"}}, TypeError, "thresholds: holds numbers"),
+            ({"layers": "all"}, TypeError, "layers: takes numbers"),
+        ],
+        ids=str,
+    )
+    def test_arguments(self, given: Any, error: Any, text: str) -> None:
+        with pytest.raises(error, match=text):
+            ch.monitor(gpt(), **given)
+
+    def test_models(self) -> None:
+        with pytest.raises(TypeError, match=r"model: is a torch.nn.Module"):
+            ch.monitor(lambda x: x)
+        model = nn.Sequential(nn.Linear(3, 3))
+        with pytest.raises(RuntimeError, match="monitor: no attention call of the model was seen"):
+            with ch.monitor(model):
+                model(torch.zeros(2, 3))
+        assert not torch.overrides._get_current_function_mode_stack()
+
+    def test_before_and_after(self) -> None:
+        monitor = ch.monitor(model := gpt())
+        for ask in (monitor.table, monitor.log):
+            with pytest.raises(RuntimeError, match="no step was read yet"):
+                ask()
+        assert monitor.history == [] and monitor.alarms == []
+        model(tokens())
+        monitor.close()
+        monitor.close()
+        model(tokens())
+        assert len(monitor.history) == 1 and len(monitor.table()) == 4
+        with pytest.raises(ValueError, match="monitor: is closed"), monitor:
+            pass
+
+    def test_a_module_that_is_replaced(self) -> None:
+        model = gpt()
+        with ch.monitor(model, alarms=False) as monitor:
+            train(model, 2)
+            model.blocks[1] = copy.deepcopy(model.blocks[0])
+            train(model, 1)
+        assert len(monitor.history) == 3 and len(monitor.table()) == 4
+        assert not monitor.notes

@@ -7,7 +7,7 @@ from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, pla
 from clearhead._capture.calling import call_with, watchable
 from clearhead._capture.describe import from_sdpa
 from clearhead._capture.handler import Handler
-from clearhead._capture.intercept import Interceptor
+from clearhead._capture.intercept import FusedInterceptor, Interceptor
 from clearhead._capture.modules import Modules, in_short, nothing_seen
 from clearhead._capture.provenance import SOFTMAXES
 from clearhead._capture.recompute import (
@@ -26,6 +26,7 @@ __all__ = [
     "Call",
     "EagerCall",
     "FusedCall",
+    "FusedInterceptor",
     "Handler",
     "Interceptor",
     "Loop",

@@ -28,7 +28,7 @@ from clearhead._capture.transformers import ungrouped
 from clearhead._core import has_values, is_refusal, unobserved
 from clearhead.attention import attend
 
-__all__ = ["Interceptor"]
+__all__ = ["FusedInterceptor", "Interceptor"]
 
 
 class Interceptor(TorchFunctionMode):
@@ -42,6 +42,8 @@ class Interceptor(TorchFunctionMode):
         self.handwritten = Handwritten(handler, self.provenance, self.sites)
         modules.on_inputs = self.provenance.mark_inputs
         self.provenance.on_error = self.sites.not_followed(handler)
+        # Whether every call of SDPA had batch, heads and positions where the kernel has them.
+        self.plain = True
         self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
 
     @property
@@ -91,6 +93,7 @@ class Interceptor(TorchFunctionMode):
             nonlocal fold
             place, found = self._place(given["query"], given["key"])
             fold, split = (None, given) if found is None else _unfolded(found, given)
+            self.plain &= place is None and fold is None and given["query"].ndim == 4
             call = describe.from_sdpa(**ungrouped(self.sites.interface, split), split=self.split)
             return replace(call, place=place)
 
@@ -243,6 +246,25 @@ class Interceptor(TorchFunctionMode):
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("default"))
             yield
+
+
+class FusedInterceptor(Interceptor):
+    """Intercepts calls of kernels alone, at a fraction of the time.
+
+    It follows no tensors: handwritten attention is not seen, nor is the kind of a call known. It is
+    for models of which an `Interceptor` has seen `plain` calls of kernels and nothing else.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _FUSED or type(func).__name__ == "FlexAttentionHOP":
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _unfolded(fold: Fold, given: dict[str, Any]) -> tuple[Fold | None, dict[str, Any]]:

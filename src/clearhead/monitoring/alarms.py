@@ -49,7 +49,7 @@ def thresholds_of(given: Mapping[str, float] | None) -> dict[str, float]:
         if name not in THRESHOLDS:
             import difflib
 
-            near = " or ".join(difflib.get_close_matches(str(name), THRESHOLDS))
+            near = " or ".join(difflib.get_close_matches(str(name), THRESHOLDS, cutoff=0.5))
             rule = f"has the names {', '.join(THRESHOLDS)}"
             raise value_error("thresholds", rule, got=f"{name!r}{did_you_mean(near)}")
         if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):

@@ -80,7 +80,9 @@ class Monitor:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         with contextlib.ExitStack() as stack:
-            self._interceptor = stack.enter_context(attached(self._inner, self._reader))
+            self._interceptor = stack.enter_context(
+                attached(self._inner, self._reader, self._reader.interceptor)
+            )
             self._reader.begin(self._interceptor)
             if self._inner is not self.model or not self._interceptor.modules.eager:
                 self._reader.remark("the model is compiled: the steps that are read run eagerly")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from clearhead._capture import (
     Call,
     FusedCall,
+    FusedInterceptor,
     Handler,
     Interceptor,
     active_handlers,
@@ -42,13 +44,23 @@ class Follower(Handler):
         self._calls: list[tuple[int, Tensor, Tensor]] = []
         self._made: list[Any] | None = None
         self._interceptor: Interceptor | None = None
-        self._met = self._checking = False
-        self._failed: set[str] = set()
+        self._met = self._checking = self._fused = False
+        self._kinds: dict[tuple[str, int], str] = {}
+        self._ran: set[str] = set()
+        self._eager = False
+
+    @property
+    def interceptor(self) -> type[Interceptor]:
+        """What intercepts the next forward: calls of kernels alone, where there are no others."""
+        return FusedInterceptor if self._fused else Interceptor
 
     def begin(self, interceptor: Interceptor) -> None:
         """Start a forward; only the first one is checked row by row."""
         self._interceptor, self._calls, self._met = interceptor, [], False
         self._checking = not self.layers.numbers
+        self._seen: set[str] = set()
+        if not self._fused:
+            self._kinds.clear()
         self.rows.forget()
 
     def end(self) -> HeadSums | None:
@@ -56,12 +68,26 @@ class Follower(Handler):
         interceptor, self._interceptor = self._interceptor, None
         assert interceptor is not None
         self._note_missed(interceptor)
+        self._choose(interceptor)
         if not self._met and not self.layers.numbers:
             raise RuntimeError(nothing_seen(interceptor.modules, self.notes, "monitor"))
         if not self._met:
             self._note("", "a later forward made no attention call that was seen")
         calls, self._calls = self._calls, []
         return HeadSums.of(calls, self.layers) if calls else None
+
+    def _choose(self, interceptor: Interceptor) -> None:
+        """Decide whether the next forward needs the interceptor that follows every tensor."""
+        modules = interceptor.modules
+        if not self._fused:
+            kernels = interceptor.plain and not interceptor.handwritten.unmet
+            self._fused = kernels and not self._eager
+            self._ran = set(modules.ran)
+            return
+        silent = {x.module for x in self.layers.numbers} & modules.ran - self._seen
+        for module in sorted(silent):
+            self._note(module, "its attention took another way at one step, which was not read")
+        self._fused = not silent and modules.ran <= self._ran
 
     def before(self, call: Call) -> Tensor | None:
         """Compute the context in clearhead's own kernel under `through`."""
@@ -90,6 +116,12 @@ class Follower(Handler):
     def after(self, call: Call, context: Tensor) -> None:
         """Read a call; a call that cannot be read is noted, and the model goes on."""
         self._met = True
+        self._seen.add(call.module)
+        self._eager |= not isinstance(call, FusedCall)
+        if self._fused:
+            kind = self._kinds.get((call.module, call.call), "self")
+            call = replace(call, kind=kind)
+        self._kinds[call.module, call.call] = call.kind
         made, self._made = self._made, None
         if not self._wanted(call):
             return

@@ -92,7 +92,7 @@ def _parquet(part: Path, history: Any, layers: Any, heads: Any, modules: Any) ->
 
 def _safetensors(part: Path, history: Any, layers: Any, heads: Any, modules: Any) -> None:
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError as error:
         raise ImportError(
             "monitor.save needs safetensors; to do: pip install safetensors"
@@ -108,4 +108,5 @@ def _safetensors(part: Path, history: Any, layers: Any, heads: Any, modules: Any
         "heads": heads, "modules": modules,
     }  # fmt: skip
     steps = torch.tensor([step for step, _ in history])
-    save_file({"steps": steps, "values": whole}, part, {"clearhead": json.dumps(head)})
+    tensors = {"steps": steps, "values": whole}
+    part.write_bytes(save(tensors, {"clearhead": json.dumps(head)}))
