@@ -321,9 +321,9 @@ class TestSteps:
             model.eval()(tokens())
             model.train()
         assert len(monitor.history) == 1
-        with pytest.raises(RuntimeError, match="2 forwards were in evaluation mode"):
-            with ch.monitor(model.eval()):
-                model(tokens()), model(tokens())
+        words = "2 forwards were in evaluation mode"
+        with pytest.raises(RuntimeError, match=words), ch.monitor(model.eval()):
+            model(tokens()), model(tokens())
 
     @pytest.mark.parametrize("through", [False, True])
     def test_recomputation_counts_once(self, through: bool) -> None:
@@ -348,7 +348,9 @@ class TestSteps:
         model = gpt()
         with ch.monitor(model) as one, ch.monitor(model) as other:
             train(model, 2)
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.history, other.history))
+        assert all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(one.history, other.history, strict=False)
+        )
 
     def test_layers_and_heads(self) -> None:
         model = gpt(layers=3)
@@ -400,7 +402,8 @@ class TestSteps:
             copied(tokens())
             pickle.loads(pickle.dumps(model))(tokens())
         assert len(monitor.history) == 1
-        assert not model._forward_hooks and not model._forward_pre_hooks
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
 
     def test_a_layer_that_changes_its_way_is_read_again(self) -> None:
         """Where only kernels were seen, nothing else is followed; a silent layer is noticed."""
@@ -426,20 +429,22 @@ class TestAlarms:
         with ch.monitor(model, alarms=heard.append, thresholds={"logit_growth": 20.0}) as monitor:
             train(model, 3)
         assert {(x.step, x.layer, x.kind) for x in heard} == {(0, 1, "logit_growth")}
-        assert sorted(x.head for x in heard) == [0, 1] and monitor.alarms == heard
+        assert sorted(x.head for x in heard) == [0, 1]
+        assert monitor.alarms == heard
         assert all(x.value > 20 for x in heard)
 
     def test_entropy_that_collapses_for_some_steps(self) -> None:
         model = gpt()
         with torch.no_grad():
             model.blocks[0].attention.query_layer.weight *= 1e6
-        with pytest.warns(
-            UserWarning, match=r"entropy_collapse at step 2.*layer 0 head 0"
-        ) as warned:
-            with ch.monitor(model, patience=3, thresholds={"logit_growth": 1e9, "sink": 2}):
-                for _ in range(5):
-                    model(tokens())
-        assert len(warned) == 1
+        monitor = ch.monitor(model, patience=3, thresholds={"logit_growth": 1e9, "sink": 2})
+        model(tokens()), model(tokens()), model(tokens())
+        words = r"entropy_collapse at step 2, .* for 3 steps: layer 0 head 0"
+        with pytest.warns(UserWarning, match=words):
+            model(tokens())
+        model(tokens())
+        monitor.close()
+        assert {(x.layer, x.step) for x in monitor.alarms} == {(0, 2)}
 
     def test_dead_heads_and_sinks(self) -> None:
         model = gpt(heads=4)
@@ -471,12 +476,16 @@ class TestAlarms:
         def broken(alarm: Alarm) -> None:
             raise OSError("no space left")
 
-        with pytest.warns(
-            UserWarning, match="callback of alarms raised OSError: no space"
-        ) as warned:
-            with ch.monitor(model, alarms=broken, thresholds={"logit_growth": -1e9}) as monitor:
-                train(model, 3)
-        assert len(warned) == 1 and len(monitor.history) == 3 and len(monitor.alarms) == 4
+        with (
+            pytest.warns(
+                UserWarning, match="callback of alarms raised OSError: no space"
+            ) as warned,
+            ch.monitor(model, alarms=broken, thresholds={"logit_growth": -1e9}) as monitor,
+        ):
+            train(model, 3)
+        assert len(warned) == 1
+        assert len(monitor.history) == 3
+        assert len(monitor.alarms) == 4
 
 
 class TestResults:
@@ -486,11 +495,13 @@ class TestResults:
             model(tokens())
         table, log = monitor.table(), monitor.log(heads=True, prefix="a")
         of = [row["max_logit"] for row in table if row["layer"] == 1]
-        assert log["a/layer.1/max_logit"] == max(of) and log["a/layer.1/max_logit_min"] == min(of)
+        assert log["a/layer.1/max_logit"] == max(of)
+        assert log["a/layer.1/max_logit_min"] == min(of)
         assert log["a/layer.1/head.0/entropy"] == table[2]["entropy"]
         assert log["a/layer.1/sink"] == pytest.approx(sum(row["sink"] for row in table[2:]) / 2)
         assert all(type(x) is float for x in log.values())
-        assert tuple(table[0])[3:] == STATISTICS and table[0]["module"] == "blocks.0.attention"
+        assert tuple(table[0])[3:] == STATISTICS
+        assert table[0]["module"] == "blocks.0.attention"
 
     @pytest.mark.parametrize("kind", ["parquet", "safetensors"])
     def test_files(self, kind: str, tmp_path: Path) -> None:
@@ -547,9 +558,9 @@ class TestBadInput:
         with pytest.raises(TypeError, match=r"model: is a torch.nn.Module"):
             ch.monitor(lambda x: x)
         model = nn.Sequential(nn.Linear(3, 3))
-        with pytest.raises(RuntimeError, match="monitor: no attention call of the model was seen"):
-            with ch.monitor(model):
-                model(torch.zeros(2, 3))
+        words = "monitor: no attention call of the model was seen"
+        with pytest.raises(RuntimeError, match=words), ch.monitor(model):
+            model(torch.zeros(2, 3))
         assert not torch.overrides._get_current_function_mode_stack()
 
     def test_before_and_after(self) -> None:
@@ -557,12 +568,14 @@ class TestBadInput:
         for ask in (monitor.table, monitor.log):
             with pytest.raises(RuntimeError, match="no step was read yet"):
                 ask()
-        assert monitor.history == [] and monitor.alarms == []
+        assert monitor.history == []
+        assert monitor.alarms == []
         model(tokens())
         monitor.close()
         monitor.close()
         model(tokens())
-        assert len(monitor.history) == 1 and len(monitor.table()) == 4
+        assert len(monitor.history) == 1
+        assert len(monitor.table()) == 4
         with pytest.raises(ValueError, match="monitor: is closed"), monitor:
             pass
 
@@ -572,5 +585,58 @@ class TestBadInput:
             train(model, 2)
             model.blocks[1] = copy.deepcopy(model.blocks[0])
             train(model, 1)
-        assert len(monitor.history) == 3 and len(monitor.table()) == 4
+        assert len(monitor.history) == 3
+        assert len(monitor.table()) == 4
         assert not monitor.notes
+
+
+class TestCompiled:
+    """Steps that are read run eagerly, and the others compiled."""
+
+    @pytest.mark.parametrize("part", ["model", "layer"])
+    def test_the_wrapper_is_monitored(self, part: str) -> None:
+        right = train(Torch(), 4)
+        model: Any = Torch()
+        if part == "model":
+            model = torch.compile(model, backend="eager")
+        else:
+            model.layers[1] = torch.compile(model.layers[1], backend="eager")
+        monitor = ch.monitor(model, every=2, alarms=False)
+        with pytest.warns(UserWarning, match="compiled: the steps that are read run eagerly"):
+            found = train(model, 4)
+        assert torch.allclose(torch.tensor(found), torch.tensor(right))
+        assert [step for step, _ in monitor.history] == [0, 2]
+        assert len(monitor.table()) == 4
+        assert "layers.1.self_attn" in monitor.layers[1]
+
+
+def of_a_rank(rank: int, home: str, wrap: bool) -> None:
+    """Train on a rank's own samples, of which rank 1 has more, and save what the rank read."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{home}/group", rank=rank, world_size=2
+    )
+    torch.set_num_threads(1)
+    model: Any = Torch()
+    model = torch.nn.parallel.DistributedDataParallel(model) if wrap else model
+    calls: list[Any] = []
+    real = torch.distributed.all_reduce
+    with ch.monitor(model, alarms=False) as monitor:
+        torch.distributed.all_reduce = lambda *args, **more: (
+            calls.append(args) or real(*args, **more)
+        )
+        model(tokens(batch=1 + rank, seed=rank)).sum().backward()
+        torch.distributed.all_reduce = real
+    torch.save((monitor.history[0][1], len(calls)), f"{home}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+class TestRanks:
+    @pytest.mark.parametrize("wrap", [False, True])
+    def test_numbers_are_those_of_all_ranks(self, wrap: bool, tmp_path: Path) -> None:
+        torch.multiprocessing.spawn(of_a_rank, (str(tmp_path), wrap), nprocs=2)
+        (one, calls), (other, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+        assert torch.equal(one, other)
+        assert calls == 2
+        with ch.monitor(model := Torch(), alarms=False) as monitor:
+            model(torch.cat([tokens(1, seed=0), tokens(2, seed=1)]))
+        close(one.flatten(0, 1), monitor.history[0][1].flatten(0, 1), 2.0**-23)

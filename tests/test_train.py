@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from clearhead import models
 from clearhead.cli import main
@@ -263,6 +264,30 @@ def test_the_command_trains_each_model(kind, file, capsys):
     assert "step 3/3  loss " in err
     assert "validation" in err
     assert models.load(f"tale-{kind}").config["width"] == 16
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_the_command_monitors_the_heads(kind, file, capsys):
+    args = ["train", file, "--model", kind, "--steps", "3", *TINY, "--heads", "2"]
+    assert main([*args, "--out", "plain"]) == 0
+    assert main([*args, "--out", "seen", "--monitor"]) == 0
+    err = capsys.readouterr().err
+    assert re.search(
+        r"step 3/3 .*\n   logit up to -?\d+\.\d\d at \d\.\d  entropy from \d\.\d\d at", err
+    )
+    found = load_file("seen/monitor.safetensors")
+    assert found["steps"].tolist() == [0, 1, 2]
+    assert found["values"].shape == (3, 1, 2, 8)
+    # The bits of the model are those of a training without a monitor.
+    for name, tensor in load_file("plain/model.safetensors").items():
+        assert torch.equal(tensor, load_file("seen/model.safetensors")[name])
+    assert main(["train", file, "--resume", "seen", "--steps", "5", "--monitor"]) == 0
+    assert load_file("seen/monitor-3.safetensors")["values"].shape[0] == 2
+
+
+def test_the_command_monitors_no_rnn(file, capsys):
+    assert main(["train", file, "--model", "rnn", "--steps", "3", *TINY, "--monitor"]) == 2
+    assert "--monitor: is for gpt and bert" in capsys.readouterr().err
 
 
 def test_the_command_leaves_the_caller_as_it_was(file):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from clearhead.cli.arguments import examples, named, note
 
 if TYPE_CHECKING:
     from clearhead.models import Training
+    from clearhead.monitoring import Monitor
 
 NOTES = """\
 how long: a bert on the text that ships with clearhead (36 kB) predicts hidden
@@ -58,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=float, metavar=metavar, help=words)
     parser.add_argument("--resume", metavar="DIR", help="go on with a training that was stopped")
     parser.add_argument("--force", action="store_true", help="overwrite a model in --out")
+    parser.add_argument(
+        "--monitor",
+        action="store_true",
+        help="read every head at every step: a line of it is shown, DIR has the history",
+    )
     examples(
         parser,
         "clearhead train tale.txt",
@@ -91,12 +98,34 @@ def _train(arguments: argparse.Namespace) -> int:
             out = Path(arguments.out or f"{source.stem}-{training.model.name}").expanduser()
             options = {"overwrite": arguments.force, "source": source}
             held.enter_context(output_directory(out, **options))
-        with stop.deferred(), train_progress(training) as show:
+        monitor = held.enter_context(_monitor(training, out)) if arguments.monitor else None
+        with stop.deferred(), train_progress(training, monitor) as show:
             run_and_save(training, out, stop, show, every=arguments.every)
         done = training.step == training.settings.steps
         found = samples(training.model, text) if done else {}
         print(*training_end(training, out, found), sep="\n")
         return 0 if done else INTERRUPTED
+
+
+@contextmanager
+def _monitor(training: Training, out: Path) -> Iterator[Monitor]:
+    """Monitor the training, and write the history beside the model, also where it was stopped.
+
+    A run that was resumed has a file of its own, whose name says after which step it begins.
+    """
+    from clearhead.monitoring import monitor
+
+    if training.model.name == "rnn":
+        raise value_error("--monitor", "is for gpt and bert: an rnn has no attention")
+    start = training.step
+    left = max(1, training.settings.steps - start)
+    found = monitor(training.model, alarms=False, steps=left)
+    try:
+        yield found
+    finally:
+        found.close()
+        if found.history:
+            found.save(out / (f"monitor-{start}.safetensors" if start else "monitor.safetensors"))
 
 
 def _resumed_directory(arguments: argparse.Namespace) -> Path | None:

@@ -15,19 +15,25 @@ from clearhead.views.terminal import Terminal
 
 if TYPE_CHECKING:
     from clearhead.models import Step, Training
+    from clearhead.monitoring import Monitor
 
-__all__ = ["train_progress", "training_end"]
+__all__ = ["heads_line", "train_progress", "training_end"]
 
 
 @contextmanager
-def train_progress(training: Training) -> Iterator[Callable[[Step], None]]:
-    """Show a bar with loss and time left on a terminal, and plain lines in a pipe."""
+def train_progress(
+    training: Training, monitor: Monitor | None = None
+) -> Iterator[Callable[[Step], None]]:
+    """Show a bar with loss and time left on a terminal, and plain lines in a pipe.
+
+    What a monitor has read stands in the bar at every step, or in the lines.
+    """
     count = sum(parameter.numel() for parameter in training.model.parameters())
     steps = training.settings.steps
     console = Terminal(stderr=True)
     console.print(f"{training.model.name}: {count:,} parameters, {steps} steps")
     if console.is_terminal:
-        with _bar(training, console) as show:
+        with _bar(training, console, monitor) as show:
             yield show
         return
 
@@ -35,23 +41,44 @@ def train_progress(training: Training) -> Iterator[Callable[[Step], None]]:
         if step.validation is not None:
             losses = f"loss {step.loss:.3f}  validation {step.validation:.3f}"
             console.print(f"step {step.number}/{steps}  {losses}")
+            if heads := heads_line(monitor):
+                console.print(f" {heads}")
 
     yield line
 
 
 @contextmanager
-def _bar(training: Training, console: Terminal) -> Iterator[Callable[[Step], None]]:
-    losses = TextColumn("loss {task.fields[loss]}  validation {task.fields[validation]}  left")
-    with Progress(MofNCompleteColumn(), BarColumn(), losses, TimeLeft(), console=console) as bar:
+def _bar(
+    training: Training, console: Terminal, monitor: Monitor | None
+) -> Iterator[Callable[[Step], None]]:
+    words = (
+        "loss {task.fields[loss]}  validation {task.fields[validation]}{task.fields[heads]}  left"
+    )
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn(words), TimeLeft())
+    with Progress(*columns, console=console) as bar:
         steps, done = training.settings.steps, training.step
-        task = bar.add_task("train", total=steps, completed=done, loss="...", validation="...")
+        fields = {"loss": "...", "validation": "...", "heads": ""}
+        task = bar.add_task("train", total=steps, completed=done, **fields)
 
         def show(step: Step) -> None:
-            bar.update(task, completed=step.number, loss=f"{step.loss:.3f}")
+            bar.update(
+                task, completed=step.number, loss=f"{step.loss:.3f}", heads=heads_line(monitor)
+            )
             if step.validation is not None:
                 bar.update(task, validation=f"{step.validation:.3f}")
 
         yield show
+
+
+def heads_line(monitor: Monitor | None) -> str:
+    """The heads of the last step in a few words: which has the largest score and least entropy."""
+    if monitor is None or not monitor.history:
+        return ""
+    rows = monitor.table()
+    most, least = max(rows, key=lambda x: x["max_logit"]), min(rows, key=lambda x: x["entropy"])
+    parts = [f"{row[name]:.2f} at {row['layer']}.{row['head']}"
+             for row, name in ((most, "max_logit"), (least, "entropy"))]  # fmt: skip
+    return f"  logit up to {parts[0]}  entropy from {parts[1]}"
 
 
 def training_end(training: Training, out: Path, samples: dict[str, str]) -> list[str]:
