@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html as escape
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
