@@ -1,4 +1,4 @@
-"""Inside other libraries: `transformers` and pytest, each imported at its first use."""
+"""Inside other libraries: `transformers`, and pytest by its plugin; imported at the first use."""
 
 from __future__ import annotations
 

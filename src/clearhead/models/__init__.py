@@ -30,6 +30,7 @@ from clearhead.models.sources import (
     packed_inputs,
     random_tokens,
     refuse_bare_module,
+    tiny_model,
 )
 from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import small_threads
@@ -74,6 +75,7 @@ __all__ = [
     "stream",
     "text_of",
     "text_training",
+    "tiny_model",
     "training_fits",
 ]
 

@@ -16,6 +16,7 @@ from clearhead.models.sources.inputs import (
 )
 from clearhead.models.sources.loader import LoadedModel, encode, find_model, load
 from clearhead.models.sources.names import KINDS, missing_model
+from clearhead.models.sources.tiny import tiny_model
 
 __all__ = [
     "KINDS",
@@ -32,4 +33,5 @@ __all__ = [
     "packed_inputs",
     "random_tokens",
     "refuse_bare_module",
+    "tiny_model",
 ]

@@ -14,7 +14,14 @@ import torch
 from clearhead._core import value_error
 from clearhead.models.sources.names import missing_model
 
-__all__ = ["from_directory", "from_gguf", "from_hub"]
+__all__ = [
+    "auto_class",
+    "from_directory",
+    "from_gguf",
+    "from_hub",
+    "quiet",
+    "transformers_for",
+]
 
 # Seconds that the hub has to answer in.
 PATIENCE = 2.5
@@ -37,7 +44,7 @@ def from_gguf(path: Path) -> Parts:
 
 def from_hub(name: str, kinds: str) -> Parts:
     """Load from the local cache if possible; else ask the hub once before anything is fetched."""
-    _transformers(name)
+    transformers_for(name)
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -71,7 +78,8 @@ def _is_connection_error(error: Exception) -> bool:
     return any("Connect" in t.__name__ or "Timeout" in t.__name__ for t in type(error).__mro__)
 
 
-def _transformers(name: str) -> Any:
+def transformers_for(name: str) -> Any:
+    """Import the library; an error says which model needs it."""
     try:
         import transformers
     except ImportError as error:
@@ -83,8 +91,8 @@ def _transformers(name: str) -> Any:
 
 def from_directory(name: str, source: str, **where: Any) -> Parts:
     """Load what transformers finds under `source`; an error calls it `name`."""
-    transformers = _transformers(name)
-    with _quiet():
+    transformers = transformers_for(name)
+    with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
             model, kind = _model(transformers, source, where)
@@ -106,16 +114,22 @@ def _model(transformers: Any, source: str, where: dict[str, Any]) -> tuple[Any, 
     if "gguf_file" in where:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         return transformers.AutoModelForCausalLM.from_pretrained(source, **options), "next"
-    architectures = transformers.AutoConfig.from_pretrained(source, **where).architectures or [""]
-    if "ForMaskedLM" in architectures[0]:
-        return transformers.AutoModelForMaskedLM.from_pretrained(source, **options), "masked"
-    if "LMHead" in architectures[0] or "ForCausalLM" in architectures[0]:
-        return transformers.AutoModelForCausalLM.from_pretrained(source, **options), "next"
-    return transformers.AutoModel.from_pretrained(source, **options), "none"
+    made, kind = auto_class(transformers, transformers.AutoConfig.from_pretrained(source, **where))
+    return made.from_pretrained(source, **options), kind
+
+
+def auto_class(transformers: Any, config: Any) -> tuple[Any, str]:
+    """Choose the class that builds the model of a config, and say what that predicts."""
+    name = (config.architectures or [""])[0]
+    if "ForMaskedLM" in name:
+        return transformers.AutoModelForMaskedLM, "masked"
+    if "LMHead" in name or "ForCausalLM" in name:
+        return transformers.AutoModelForCausalLM, "next"
+    return transformers.AutoModel, "none"
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep progress bars and warnings about loading out of the terminal."""
     from huggingface_hub.utils import logging as hub_chatter
     from transformers.utils import logging as chatter
