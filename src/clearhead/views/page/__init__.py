@@ -17,12 +17,14 @@ the order of their names. The header, schema "clearhead.view", version 1:
                   offset: source position of query 0, mask: chunk or null, check: number or null,
                   encoding: "f32", "log8" or null, steps?: codes an octave (16),
                   top: weights a row or 0, top_encoding: "f16", "f32", "log8" or "planes",
-                  top_steps?: codes an octave (16), cells: of the block map a side or 0, sums}]
+                  top_steps?: codes an octave (16), cells: of the block map a side or 0, sums,
+                  live?: whether rows and columns are asked for, parts?: [{name, mask: chunk}],
+                  why?: chunk or null, roles?: [[text] a head]}]
     statistics  [{name, label, unit, definition, paper}]
-    effects     [{sample, query, source, layer or null, head or null, weight, effect, metric}]
+    effects     [{sample, query, source, layer, head, weight, effect, metric, where?}], null for
+                  all; without a query a source was cut from all, without both a whole head
     chunks      {name: bytes}
-    parts?      of a mask page, [{name, mask: chunk}]: the parts whose answers are the reasons
-    live?       true where rows (and reasons) are asked for one by one
+    live?       true where the page is served, and reasons are asked for one by one
     other?      {title, name, other_name, layers}: a record to compare; its chunks are "other/..."
 
 A chunk is named by sample S, index E in `layers` and index H in `heads`:
@@ -38,8 +40,10 @@ A chunk is named by sample S, index E in `layers` and index H in `heads`:
     mask/S/E     for each query, or each row held: a count, then (start, stop) of the allowed runs,
                  uint32; layers may name one chunk
     statistics   float32, (statistic, sample, layer entry, head), NaN where there is none
-    row/S/E/H/Q  where live: the weights of query Q, float32
-    why/S/E/Q/K  where a live mask is shown: why edge (Q, K) is allowed or blocked, UTF-8
+    part/S/E/P   as mask/S/E, the edges of one part of the mask
+    row/S/E/H/Q, column/S/E/H/K   where live: the weights of query Q, or on source K, float32
+    why/S/E      why each edge is allowed or blocked: JSON, [[[text] a source] a query]
+    why/S/E/Q/K  where the page is served, of one edge: JSON, [text]
 
 A log code is one byte: 0 is zero, 255 is NaN, code c is 2 ** (-(c - 1) / steps).
 """
