@@ -1,4 +1,4 @@
-"""Inside other libraries: `transformers`, and pytest by its plugin; imported at the first use."""
+"""Inside other libraries: `transformers`, `lightning`, and pytest by its plugin; imported late."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clearhead.integrations import transformers
+    from clearhead.integrations import lightning, transformers
 
-__all__ = ["transformers"]
+__all__ = ["lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,7 +21,10 @@ from clearhead.integrations.hugging_face import (
     reasons_of,
 )
 
-__all__ = ["output_attentions", "register", "unsupported_reasons"]
+if TYPE_CHECKING:
+    from clearhead.integrations.hugging_face.callback import TrainerMonitor as MonitorCallback
+
+__all__ = ["MonitorCallback", "output_attentions", "register", "unsupported_reasons"]
 
 # transformers looks for these in a name, and treats it as the kernel of that name.
 _TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
@@ -97,6 +100,16 @@ def _libraries() -> tuple[Any, Any]:
         from transformers import masking_utils, modeling_utils
     except ImportError as error:
         raise ImportError(
-            "register needs transformers 5 or later; to do: pip install 'clearhead[hf]'"
+            "integrations need transformers 5 or later; to do: pip install 'clearhead[hf]'"
         ) from error
     return masking_utils, modeling_utils
+
+
+def __getattr__(name: str) -> Any:
+    """Make the callback at its first use: its base class is one of transformers."""
+    if name != "MonitorCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _libraries()
+    from clearhead.integrations.hugging_face.callback import TrainerMonitor
+
+    return TrainerMonitor
