@@ -38,6 +38,9 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     return [(m[1], m[2], text.count("\n", 0, m.start()) + 2) for m in FENCE.finditer(text)]
 
 
+# What Lightning says of itself and of the size of an example.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training")
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
