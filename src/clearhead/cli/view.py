@@ -10,6 +10,7 @@ from clearhead._core import StopRequests, value_error
 from clearhead.cli.arguments import examples, labels_in, named, new_file
 
 HELP = "write or serve a page that shows a saved record, or compares two"
+OF_TEXT = ("layer", "head", "sample", "at")
 NOTES = """\
 A page in one file holds long records as their largest weights. --serve shows
 all that the record holds: on this machine alone, under a secret address.
@@ -38,12 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, metavar="N", default=0, help="of --serve (any that is free)"
     )
+    parser.add_argument("--text", action="store_true", help="draw on the terminal instead")
+    for name, what in (("layer", "layer"), ("head", "head"), ("sample", "sample"), ("at", "query")):
+        words = f"of --text: the {what} shown"
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=words)
     parser.add_argument("--force", action="store_true", help="overwrite a page that exists")
     examples(
         parser,
         "clearhead view page.seen -o page.html --tokens labels.json",
         "clearhead view before.seen after.seen -o both.html",
         "clearhead view page.seen --serve",
+        "clearhead view page.seen --text --layer 3 --head 1 --at -1",
         notes=NOTES,
     )
 
@@ -53,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     path = Path(arguments.record).expanduser()
     out = None
+    if arguments.text:
+        return _draw(_page(arguments, path), {n: getattr(arguments, n) for n in OF_TEXT})
     if not arguments.serve:
         out = new_file("--out", arguments.out or str(path.with_suffix(".html")), arguments.force)
     page = _page(arguments, path)
@@ -66,10 +74,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _draw(page: Any, where: dict[str, int | None]) -> int:
+    from clearhead.views import render_record
+
+    with named(**{name: f"--{name}" for name in OF_TEXT}):
+        render_record(page.shown, **{n: x for n, x in where.items() if x is not None})
+    return 0
+
+
 def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.serve and arguments.out is not None:
         rule, hint = "and --serve exclude each other", "leave one of them out"
         raise value_error("--out", rule, hint=hint)
+    if arguments.text and (arguments.serve or arguments.out is not None):
+        raise value_error("--text", "stands for a page", hint="leave --out and --serve out")
+    if arguments.text and (arguments.mask or arguments.other is not None):
+        hint = "`clearhead mask` draws masks" if arguments.mask else "draw each by itself"
+        raise value_error("--text", "draws the weights of one record", hint=hint)
+    for name in OF_TEXT:
+        if getattr(arguments, name) is not None and not arguments.text:
+            raise value_error(f"--{name}", "belongs to --text", got=getattr(arguments, name))
     if arguments.port and not arguments.serve:
         raise value_error("--port", "belongs to --serve", got=arguments.port)
     if arguments.other_tokens is not None and arguments.other is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from clearhead.views.text.info import render_info
     from clearhead.views.text.look import render_look
     from clearhead.views.text.mask import cells_of_terminal, render_mask
+    from clearhead.views.text.record import render_record
     from clearhead.views.text.scan import scan_progress, scan_summary
     from clearhead.views.text.train import train_progress, training_end
 
@@ -44,6 +45,7 @@ __all__ = [
     "render_info",
     "render_look",
     "render_mask",
+    "render_record",
     "render_report",
     "scan_progress",
     "scan_summary",
@@ -76,6 +78,7 @@ _HOMES = {
     "render_info": "text.info",
     "render_look": "text.look",
     "render_mask": "text.mask",
+    "render_record": "text.record",
     "render_report": "text.audit",
     "scan_progress": "text.scan",
     "scan_summary": "text.scan",

@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib import font_manager
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
+from clearhead.views.figures.oklch import colours
 from clearhead.views.labels import label
 
 __all__ = [
@@ -91,26 +91,8 @@ def style() -> Iterator[None]:
 
 @cache
 def palette() -> Colormap:
-    """The palette of the page: OKLCH with falling lightness, near the paper's white at 0."""
-    t = np.linspace(0, 1, 256)
-    light = 0.99 - 0.69 * t
-    chroma = 0.002 + 0.13 * np.sin(np.pi * np.minimum(1, t * 0.85 + 0.02))
-    hue = np.deg2rad(100 + 175 * t)
-    a, b = chroma * np.cos(hue), chroma * np.sin(hue)
-    # OKLab to linear sRGB (Ottosson 2020).
-    lms = np.stack([
-        light + 0.3963377774 * a + 0.2158037573 * b,
-        light - 0.1055613458 * a - 0.0638541728 * b,
-        light - 0.0894841775 * a - 1.291485548 * b,
-    ]) ** 3  # fmt: skip
-    linear = np.array([
-        [4.0767416621, -3.3077115913, 0.2309699292],
-        [-1.2684380046, 2.6097574011, -0.3413193965],
-        [-0.0041960863, -0.7034186147, 1.707614701],
-    ]) @ lms  # fmt: skip
-    linear = np.clip(linear, 0, 1)
-    curved = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
-    return ListedColormap(curved.T, name="clearhead")
+    """The palette of the page, near the paper's white at 0."""
+    return ListedColormap(colours(), name="clearhead")
 
 
 def token(text: str) -> str:
