@@ -290,7 +290,7 @@ def test_long_records_have_statistics_from_readings() -> None:
         readings.Mass(masks.diagonal(1)),
     )  # fmt: skip
     survey, page = heads.measure(MODEL, TOKENS), ch.view(watched(read=read))
-    for name in ("entropy", "sink", "previous"):
+    for name in ("entropy", "entropy_normalized", "sink", "previous"):
         np.testing.assert_allclose(statistic(page, name)[0], survey.mean(name), rtol=1e-5)
 
 

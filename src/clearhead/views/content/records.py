@@ -163,7 +163,7 @@ def _whole_words(plan: MapPlan) -> list[str]:
 def _list_words(layers: list[MapLayer]) -> list[str]:
     held, lists = [], [x for x in layers if x.weights is None and x.top is not None]
     if lists:
-        held.append("The largest weights of each query; the rest is given as a remainder.")
+        held.append("The largest weights of each query; the others are given together.")
         if any(x.sizes.query > LONG for x in lists):
             held.append(codes.COARSELY)
     if any(x.weights is None and x.blocks is not None for x in layers):

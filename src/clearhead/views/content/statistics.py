@@ -90,9 +90,11 @@ def look_untrained(layers: Sequence[MapLayer]) -> bool:
 
 
 def _of_layer(layer: MapLayer, texts: Texts) -> Iterator[tuple[dict[str, str], Tensor]]:
+    if layer.rows is not None:
+        return
     if layer.weights is None:
         yield from ((about(name), value) for name, value in _of_readings(layer, texts))
-    elif layer.rows is None and layer.weights.numel():
+    elif layer.weights.numel():
         rows = MapRows(layer, layer.weights)
         found = rows.statistics(texts.tokens[layer.axes[1]])
         yield from ((about(name), value) for name, value in found)
@@ -159,7 +161,11 @@ def _of_readings(layer: MapLayer, texts: Texts) -> Iterator[tuple[str, Tensor]]:
     edges = {"sink": masks.first(1), "previous": masks.diagonal(1), "self": masks.diagonal(0)}
     for reading, value in layer.read:
         if isinstance(reading, Entropy):
-            yield "entropy_normalized" if reading.normalized else "entropy", value.mean(-1).cpu()
+            value = value.cpu()
+            if not reading.normalized:
+                yield "entropy", value.mean(-1)
+            share = value if reading.normalized else _share(value, _readable(layer))
+            yield "entropy_normalized", share.mean(-1)
         elif isinstance(reading, Overlap) and value.shape[-1] > 1:
             yield "overlap", _largest_other(value.cpu())
         elif isinstance(reading, Mass):
@@ -170,10 +176,14 @@ def _of_readings(layer: MapLayer, texts: Texts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _allowed(layer: MapLayer, weights: Tensor) -> Tensor:
-    """How many sources each query may read, (sample or 1, 1, query)."""
+    """How many sources each query may read; without a mask, those that have a weight."""
+    return (weights > 0).sum(-1) if layer.mask is None else _readable(layer)
+
+
+def _readable(layer: MapLayer) -> Tensor:
+    """How many sources each query may read, (sample or 1, head or 1, query)."""
     if layer.mask is None:
-        # Where no mask is known, sources without any weight count as blocked.
-        return (weights > 0).sum(-1)
+        return torch.full((1, 1, layer.sizes.query), layer.sizes.source)
     counts = layer.mask.counts(*layer.sizes[2:], batch=layer.sizes.batch)
     return counts if counts.dim() == 3 else counts[None, None]
 
@@ -184,15 +194,18 @@ def _share(entropy: Tensor, allowed: Tensor) -> Tensor:
 
 def _evenness(layer: MapLayer) -> Tensor | None:
     """The normalized entropy of each head over the rows that choose; None where few do."""
-    if layer.weights is not None and layer.rows is None:
+    if layer.rows is not None:
+        return None
+    if layer.weights is not None:
         allowed = _allowed(layer, layer.weights)
         choose = (allowed > 1).expand(layer.weights.shape[:-1])
         share = _share(torch.special.entr(layer.weights).sum(-1), allowed)
         several = bool((choose.sum(-1) >= ROWS).all())
         return (share * choose).sum(-1) / choose.sum(-1) if several else None
     for reading, value in layer.read:
-        if isinstance(reading, Entropy) and reading.normalized and value.shape[-1] > ROWS:
-            return value[..., 1:].mean(-1)
+        if isinstance(reading, Entropy) and value.shape[-1] > ROWS:
+            share = value.cpu() if reading.normalized else _share(value.cpu(), _readable(layer))
+            return share[..., 1:].mean(-1)
     return None
 
 

@@ -217,7 +217,8 @@ function remainder(row, lines, model) {
   if (model.sides().length > 1) return `This record minus the other: ${model.header.other?.name ?? "this"} − ${model.header.other?.other_name ?? "other"}.`;
   const listed = lines.reduce((sum, { value }) => sum + value, 0);
   if (Number.isNaN(listed) || Number.isNaN(row.sum) && row.held === "all") return "This row holds NaN: the model computed it so.";
-  if (Number.isNaN(row.sum)) return `These ${lines.length} together: ${number(listed, row.about)}; the record does not hold the sum of the row.`;
+  // A row sums to 1, or to less where sink logits take a share.
+  if (Number.isNaN(row.sum)) return `The remaining sources together: at most ${number(Math.max(0, 1 - listed), true)} (these are ${number(listed, row.about)} of at most 1).`;
   const possible = row.values.reduce((n, v) => n + (v ? 1 : 0), 0);
   if (row.held === "all" && lines.length === possible) return `These are all sources with a weight; together ${number(row.sum, row.about)}.`;
   const rest = Math.max(0, row.sum - listed);
