@@ -397,3 +397,20 @@ export async function fragments(page) {
   const outside = await page.evaluate(() => [document.body.childElementCount, Object.keys(window).includes("mount")]);
   return { found, outside };
 }
+
+/** What Tab stops at, from the top of the page on, and whether Enter on the last does something. */
+export async function tabs(page, { until }) {
+  await page.waitForFunction(() => window.shadow()?.querySelector(".about"));
+  await settle(page);
+  const stops = [];
+  for (let i = 0; i < 120 && !stops.some((s) => s.includes(until)); i++) {
+    await page.keyboard.press("Tab");
+    stops.push(await page.evaluate(() => {
+      const e = window.shadow().activeElement;
+      return e ? `${e.tagName.toLowerCase()}.${e.className} ${e.getAttribute("aria-label") ?? e.textContent.slice(0, 40)}` : "";
+    }));
+  }
+  await page.keyboard.press("Enter");
+  await settle(page);
+  return { stops, hash: page.url().split("#")[1] ?? "" };
+}

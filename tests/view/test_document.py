@@ -105,6 +105,8 @@ def test_a_page_that_is_there_is_kept(tmp_path: Path) -> None:
     first = path.read_bytes()
     with pytest.raises(ValueError, match="exists"):
         save(path, *record.finish())
+    with pytest.raises(ValueError, match="path: lies in a folder that exists"):
+        save(tmp_path / "no" / "page.html", *record.finish())
     with pytest.raises(ValueError, match="Out of range float"):
         save(path, {**record.header, "title": float("nan")}, {}, force=True)
     assert path.read_bytes() == first

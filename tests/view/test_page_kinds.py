@@ -78,6 +78,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("read", "bare", name="blocked", hash="#query=2&source=9"),
         *(job("why", name) for name in ("mask", "large mask", "masks")),
         *(job("atlas", name) for name in ("atlas", "survey")),
+        job("tabs", "mask", name="mask.tabs", until="canvas.over"),
+        job("tabs", "atlas", name="atlas.tabs", until="Head 1.2: "),
         *(job("read", f"hostile {name}") for name in ("pair", "mask")),
         job("read", "hostile mask", name="narrow", width=360),
         job("words", "hostile atlas"),
@@ -212,6 +214,16 @@ def test_an_atlas_is_sorted_and_leads_to_maps(seen: dict[str, Any], name: str) -
         assert "layer 1, head 2" in shown["under"]
         assert shown["seen"]
     assert shown["wide"] <= 0
+
+
+def test_masks_and_atlases_are_toured_by_keyboard_alone(seen: dict[str, Any]) -> None:
+    mask, atlas = of(seen, "mask.tabs"), of(seen, "atlas.tabs")
+    for stop in ("button. Light or dark", "button. Help", "input.", "div.tokens", "canvas.over"):
+        assert any(found.startswith(stop) for found in mask["stops"]), (stop, mask["stops"])
+    assert "query=11" in mask["hash"]
+    assert any(found.startswith("select.") for found in atlas["stops"])
+    assert atlas["stops"][-1].startswith("button.pick Head 1.2: ")
+    assert "layer=1&head=2" in atlas["hash"]
 
 
 def test_segments_and_patches_are_shown(seen: dict[str, Any]) -> None:

@@ -135,6 +135,22 @@ def test_a_record_of_the_largest_weights_pretends_no_rows() -> None:
         content.chunk("row/0/0/0/0")
 
 
+def test_two_records_masks_and_atlases_are_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clearhead.views.content.layers.SENT", 100)
+    one, two = watched(readings.Weights()), watched(readings.Weights())
+    content = ch.view(one, other=two).shown.content(live=True)
+    data = content.chunk("other/row/1/0/2/17")
+    assert np.array_equal(np.frombuffer(data, "<f4"), two[0].value[1, 2, 17].numpy())
+    mask = ch.view(masks.causal(), query=5).shown.content(live=True)
+    assert mask.header["layers"][0]["why"] is None
+    assert json.loads(mask.chunk("why/0/0/1/3")) == [
+        "blocked by causal(): source 3 lies 2 after query 1"
+    ]
+    model = ch.models.load()
+    survey = ch.heads.measure(model, model.vocabulary.encode("hell")[None])
+    assert len(ch.view(survey).shown.content(live=True).chunk("statistics")) == 4 * 15 * 16
+
+
 def test_the_browser_shows_every_weight(served: Any) -> None:
     server, weights = served
     jobs = [

@@ -89,6 +89,8 @@ def save(
     path = Path(path)
     if path.exists() and not force:
         raise value_error("path", "is a new file, or force=True", got=f"{path}, which exists")
+    if not path.parent.is_dir():
+        raise value_error("path", "lies in a folder that exists", got=str(path))
     with replacing(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(_pieces(header, chunks, "file"))
 
