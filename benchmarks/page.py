@@ -9,10 +9,11 @@ from table import write
 BEGIN, END = "<!-- cost -->", "<!-- end of cost -->"
 
 
-def place(path: Path, table: str) -> None:
+def place(path: Path, table: str, name: str = "cost") -> None:
     """Replace the text between the marks of a page by the table."""
-    before, begin, remainder = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = remainder.partition(END)
+    first, last = (mark.replace("cost", name) for mark in (BEGIN, END))
+    before, begin, remainder = path.read_text(encoding="utf-8").partition(first)
+    _, end, after = remainder.partition(last)
     if not (begin and end):
-        raise ValueError(f"{path} has no place for the table: {BEGIN} ... {END}")
-    write(path, f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+        raise ValueError(f"{path} has no place for the table: {first} ... {last}")
+    write(path, f"{before}{first}\n\n{table}\n\n{last}{after}")

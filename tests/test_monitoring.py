@@ -640,3 +640,56 @@ class TestRanks:
         with ch.monitor(model := Torch(), alarms=False) as monitor:
             model(torch.cat([tokens(1, seed=0), tokens(2, seed=1)]))
         close(one.flatten(0, 1), monitor.history[0][1].flatten(0, 1), 2.0**-23)
+
+
+def recipe() -> Any:
+    """The functions of the recipe on docs/training.md."""
+    text = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    parts = text.partition("## A recipe: QK-clip")[2].split("```python\n")[1:]
+    code = "".join(part.partition("```")[0] for part in parts).partition("with torch.no_grad")[0]
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    return names
+
+
+class Grouped(nn.Module):
+    """Six query heads on two source heads, from separate projections with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_layer, self.key_layer = nn.Linear(24, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query_layer(x).unflatten(-1, (6, 4)).transpose(1, 2)
+        key = self.key_layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+
+
+class TestRecipe:
+    """QK-clip: each head above tau has tau as its largest logit, and no other head changes."""
+
+    @pytest.mark.parametrize("kind", ["separate", "fused", "grouped"])
+    def test_the_largest_logits_are_bounded(self, kind: str) -> None:
+        names, x = recipe(), torch.randn(3, 7, 24)
+        torch.manual_seed(0)
+        if kind == "separate":
+            model: Any = ch.models.GPT(50, layers=1, heads=6, width=24, length=16, dropout=0.0)
+            where, given = names["separate"](model.blocks[0].attention), (tokens(),)
+        elif kind == "fused":
+            model = nn.MultiheadAttention(24, 6, batch_first=True)
+            where, given = names["fused"](model), (x, x, x)
+        else:
+            model, given = Grouped(), (x,)
+            query, key = model.query_layer, model.key_layer
+            where = [query.weight, query.bias], [key.weight, key.bias]
+        with torch.no_grad():
+            # The logits of half of the heads are large.
+            where[0][0][:12] *= 3e4 if kind == "separate" else 30
+        with ch.monitor(model, alarms=False) as monitor:
+            model(*given)
+            before = names["largest_logits"](monitor)[0]
+            assert (before > 3).sum() >= 3 > 1 >= (before[3:] > 3).sum()
+            names["qk_clip"](before, *where, tau=3.0)
+            model(*given)
+        after = names["largest_logits"](monitor)[0]
+        assert torch.allclose(after, before.clamp(max=3.0), rtol=1e-5)
