@@ -103,7 +103,7 @@ class Peer:
 
     @contextlib.contextmanager
     def attached(self, training: Training) -> Iterator[Callable[[], list[Any]]]:
-        F.scaled_dot_product_attention = self._sdpa
+        F.scaled_dot_product_attention, self.found = self._sdpa, []
         try:
             yield self._taken
         finally:

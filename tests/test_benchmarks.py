@@ -308,7 +308,7 @@ def test_a_table_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["watch", "scan"])
+@pytest.mark.parametrize("name", ["watch", "scan", "training"])
 def test_the_pages_have_a_place_for_their_table(name: str) -> None:
     text = (Path(page.__file__).parent.parent / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert text.count(page.BEGIN) == text.count(page.END) == 1

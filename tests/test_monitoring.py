@@ -419,6 +419,14 @@ class TestSteps:
         assert [step for step, _ in monitor.history] == [0, 1, 3]
         assert torch.allclose(monitor.history[0][1], monitor.history[2][1], atol=1e-6)
 
+    def test_a_model_that_changes_its_dtype(self) -> None:
+        model = gpt()
+        with ch.monitor(model, alarms=False) as monitor:
+            model(tokens())
+            model.double()(tokens())
+        (_, one), (_, other) = monitor.history
+        close(one.flatten(0, 1), other.flatten(0, 1), 2.0**-23)
+
 
 class TestAlarms:
     def test_scores_that_grow(self) -> None:

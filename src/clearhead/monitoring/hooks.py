@@ -14,13 +14,13 @@ __all__ = ["Hooks"]
 class _Hook:
     """Calls a method of its owner; a copy of it does nothing."""
 
-    def __init__(self, owner: Any = None, name: str = "") -> None:
-        self.owner, self.name = owner, name
+    def __init__(self, method: Any = None) -> None:
+        # Imports torch's compiler, which optimizers do as well: not before there is a monitor.
+        self.method = None if method is None else torch.compiler.disable(method)
 
-    @torch.compiler.disable
     def __call__(self, *args: Any) -> None:
-        if self.owner is not None:
-            getattr(self.owner, self.name)(*args)
+        if self.method is not None:
+            self.method(*args)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
@@ -33,7 +33,7 @@ class Hooks:
     """Calls `starts` and `ends` of the owner around forwards of a model, `stepped` after steps."""
 
     def __init__(self, model: nn.Module, owner: Any) -> None:
-        starts, ends, stepped = (_Hook(owner, name) for name in ("starts", "ends", "stepped"))
+        starts, ends, stepped = map(_Hook, (owner.starts, owner.ends, owner.stepped))
         self._handles: list[Any] = [
             model.register_forward_pre_hook(starts, prepend=True, with_kwargs=True),
             model.register_forward_hook(ends, with_kwargs=True, always_call=True),
