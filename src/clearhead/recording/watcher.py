@@ -118,9 +118,10 @@ class Watcher(Handler):
             self._after(plain_call(call), plain(context))
 
     def _after(self, call: Call, context: Tensor) -> None:
-        self._note_slices(call)
+        whole = call
         call, edited = self._remaining(call)
         check = self._check(call, context, edited)
+        self._note_slices(whole)
         if self._run is not None:
             self._run.add(call, check, self.modules.runs(self._run.module))
         elif self.request.waits:
