@@ -25,7 +25,7 @@ FLOORS = [
     {"_capture"},
     {"recording", "intervention"},
     {"dependence", "heads"},
-    {"models", "monitoring"},
+    {"models", "monitoring", "distributed"},
     {"views"},
     {"integrations"},
     {TOP},

@@ -73,6 +73,7 @@ HONEST = {
         class And(Mask): ...
         """,
     "monitoring/__init__.py": "",
+    "distributed/__init__.py": "",
     "readings/__init__.py": "from clearhead.readings.kinds import Rows",
     "readings/kinds.py": "class Rows: ...",
     "attention/__init__.py": "from clearhead.attention.api import attend",

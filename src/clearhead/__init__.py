@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clearhead._display import provide
 
 if TYPE_CHECKING:
-    from clearhead import biases, heads, integrations, masks, models, readings
+    from clearhead import biases, distributed, heads, integrations, masks, models, readings
     from clearhead.attention import attend
     from clearhead.dependence import assert_causal, audit, influence
     from clearhead.intervention import ablate, effects, head_importance, knockout, zero_weights
@@ -33,6 +33,7 @@ __all__ = [  # noqa: RUF022
     "biases",
     "readings",
     "attend",
+    "distributed",
     "MultiheadAttention",
     "convert",
     "watch",
@@ -59,6 +60,7 @@ _HOMES = {
     "biases": "biases",
     "readings": "readings",
     "attend": "attention",
+    "distributed": "distributed",
     "MultiheadAttention": "layers",
     "convert": "layers",
     "watch": "recording",

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from clearhead.attention.api import attend, make_problem
+from clearhead.attention.api import attend, make_problem, without_head
+from clearhead.attention.checks import inputs as check_inputs
+from clearhead.attention.checks import wanted
 from clearhead.attention.edges import warn_if_backwards
-from clearhead.attention.impl import Implementation, available, choose
+from clearhead.attention.impl import (
+    Implementation,
+    attend_part,
+    available,
+    choose,
+    part_gradient,
+    parts,
+)
+from clearhead.attention.impl.dropout import draw_seed
 from clearhead.attention.memory import check_readings, free_bytes
-from clearhead.attention.problem import Problem
+from clearhead.attention.problem import Corner, Problem
 
 __all__ = [
+    "Corner",
     "Implementation",
     "Problem",
     "attend",
+    "attend_part",
     "available",
+    "check_inputs",
     "check_readings",
     "choose",
+    "draw_seed",
     "free_bytes",
     "make_problem",
+    "part_gradient",
+    "parts",
+    "wanted",
     "warn_if_backwards",
+    "without_head",
 ]

@@ -19,7 +19,7 @@ from clearhead.attention.problem import Problem, default_scale
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 
-__all__ = ["attend", "make_problem"]
+__all__ = ["attend", "make_problem", "without_head"]
 
 
 class _NoSuch:
@@ -122,7 +122,7 @@ def attend(
         context, values = _run(problem, wanted, impl)
     if query.ndim < 4:
         context, axis = context.squeeze(-3), query.ndim - 2
-        values = [_without_head(r, v, axis) for r, v in zip(wanted, values, strict=True)]
+        values = [without_head(r, v, axis) for r, v in zip(wanted, values, strict=True)]
     if read is None:
         return context
     return context, (values[0] if isinstance(read, Reading) else tuple(values))
@@ -198,10 +198,10 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _without_head(reading: Reading, value: Any, axis: int) -> Any:
+def without_head(reading: Reading, value: Any, axis: int) -> Any:
     """Remove the head axes from a value, or from each tensor of a named tuple."""
     if isinstance(value, Tensor):
         for _ in range(reading.head_axes):
             value = value.squeeze(axis)
         return value
-    return type(value)(*(_without_head(reading, part, axis) for part in value))
+    return type(value)(*(without_head(reading, part, axis) for part in value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,16 @@ from clearhead._core import Sizes
 if TYPE_CHECKING:
     from clearhead.masks import Mask
 
-__all__ = ["Problem", "default_scale", "sizes_of"]
+__all__ = ["Corner", "Problem", "default_scale", "sizes_of"]
+
+
+class Corner(NamedTuple):
+    """Where the map of a problem lies in a larger one: its first head, query and source."""
+
+    head: int
+    query: int
+    source: int
+    whole: Sizes  # the sizes of the larger map
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,6 +40,7 @@ class Problem:
     sinks: Tensor | None = None  # (head,)
     dropout: float = 0.0
     seed: Tensor | None = None  # int64 scalar, drawn once a call where dropout > 0
+    corner: Corner | None = None  # dropout counts the edges of the whole map
 
     @property
     def group(self) -> int:

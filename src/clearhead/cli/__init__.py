@@ -41,11 +41,9 @@ def process() -> int:
     with output_streams():
         try:
             return _main(None)
-        except (KeyboardInterrupt, SystemExit) as error:
-            if isinstance(error, SystemExit):
-                raise
+        except KeyboardInterrupt:
             return STOPPED
-        except BaseException as error:  # of a model, such as GeneratorExit
+        except Exception as error:
             return _failed("", f"{type(error).__name__}: {error}")
 
 

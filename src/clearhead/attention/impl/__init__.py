@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from clearhead._core import value_error
@@ -12,9 +14,18 @@ from clearhead.attention.impl.native import Native
 from clearhead.attention.impl.reference import Reference
 from clearhead.attention.impl.tiled import Tiled
 from clearhead.attention.problem import Problem
-from clearhead.readings import Reading
+from clearhead.readings import LogSumExp, Reading
 
-__all__ = ["IMPLEMENTATIONS", "NATIVE", "Implementation", "available", "choose"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "NATIVE",
+    "Implementation",
+    "attend_part",
+    "available",
+    "choose",
+    "part_gradient",
+    "parts",
+]
 
 
 class Implementation(Protocol):
@@ -68,6 +79,44 @@ def _forced(
         why = "".join(f"\n  - {reason}" for reason in reasons)
         raise value_error("impl", f"{implementation.name!r} cannot serve this call:{why}")
     return implementation
+
+
+def parts(problem: Problem, read: tuple[Reading, ...], lse: Tensor) -> list[Any]:
+    """Return the part of each reading in the larger map that the problem is a part of.
+
+    `lse` is the log-sum-exp of the whole rows, (*batch, head, query).
+    """
+    return TILED.parts(problem, read, lse)
+
+
+def attend_part(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return the context and the log-sum-exp of a part of a larger map, without a gradient.
+
+    The log-sum-exp is in float64.
+    """
+    with torch.no_grad():
+        if not NATIVE.unsupported_reasons(problem, ()):
+            found = NATIVE.attend_part(problem)
+            if found is not None:
+                return found
+        read = (LogSumExp(),)
+        context, (lse,) = choose(problem, read).attend(problem, read)
+        return context, lse.double()
+
+
+def part_gradient(
+    problem: Problem, lse: Tensor, grad: Tensor, terms: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of query, key, value, bias and sinks in a part of a larger map.
+
+    The whole rows have the log-sum-exp `lse`, and `terms`: the gradient of `lse`, less the product
+    of the context with its gradient `grad`, (*batch, head, query).
+    """
+    if not NATIVE.unsupported_reasons(problem, ()):
+        found = NATIVE.part_gradient(problem, lse, grad, terms, needs)
+        if found is not None:
+            return found
+    return TILED.part_gradient(problem, lse, grad, terms, needs)
 
 
 def available() -> dict[str, str]:

@@ -73,7 +73,7 @@ def filled(problem: Problem, tensors: Sequence[Any]) -> Problem:
     # This takes a third of the time of dataclasses.replace.
     return Problem(
         query, key, value, problem.mask, problem.scale, bias, problem.softcap, sinks,
-        problem.dropout, problem.seed,
+        problem.dropout, problem.seed, problem.corner,
     )  # fmt: skip
 
 

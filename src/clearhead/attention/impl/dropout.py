@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from clearhead._core import Sizes
+from clearhead.attention.problem import Corner
 
 __all__ = ["bounds", "draw_seed", "keep"]
 
@@ -23,17 +25,19 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def keep(
-    seed: Tensor, p: float, lead: Sequence[int], rows: Tensor, columns: Tensor, sizes: Sizes
-) -> Tensor:
+    seed: Tensor, p: float, lead: Sequence[int], rows: Tensor, columns: Tensor, sizes: Sizes,
+    corner: Corner | None = None,
+) -> Tensor:  # fmt: skip
     """Return (*lead, rows, columns): True where a weight is kept, with probability 1 - p.
 
-    `lead` is (*batch, head). An edge has the same result in every tile: its number,
-    ((lead * query) + row) * source + column, is hashed with the seed.
+    `lead` is (*batch, head). An edge has the same result in every tile: its number in the whole
+    map, ((lead * query) + row) * source + column, is hashed with the seed.
     """
-    count = 1
-    for size in lead:
-        count *= size
-    index = torch.arange(count, device=rows.device).reshape(*lead, 1, 1)
+    *batch, heads = lead
+    head, query, source, sizes = corner or Corner(0, 0, 0, sizes._replace(head=heads))
+    index = torch.arange(prod(batch) * sizes.head, device=rows.device)
+    index = index.reshape(*batch, sizes.head, 1, 1).narrow(-3, head, heads)
+    rows, columns = rows + query, columns + source
     edge = (index * sizes.query + rows[:, None]) * sizes.source + columns
     return (_shift(_mix(seed + edge * STEP), 11)) >= _least(p)
 

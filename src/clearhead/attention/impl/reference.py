@@ -91,7 +91,7 @@ def _drop(problem: Problem, weights: Tensor, rows: Tensor, columns: Tensor) -> T
         return weights
     p, lead = problem.dropout, weights.shape[:-2]
     factor = 1 / (1 - p) if p < 1 else 0.0
-    kept = dropout.keep(problem.seed, p, lead, rows, columns, problem.sizes)
+    kept = dropout.keep(problem.seed, p, lead, rows, columns, problem.sizes, problem.corner)
     return torch.where(kept, weights * factor, 0.0)
 
 

@@ -5,6 +5,7 @@ The fallback computes the readings and the gradients that the kernel does not su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from clearhead.attention.impl.autograd import (
 from clearhead.attention.impl.native import kernel
 from clearhead.attention.impl.native.backward import ReadingGrads, backward
 from clearhead.attention.impl.native.call import Inputs, sparse
-from clearhead.attention.impl.native.forward import Results, forward, in_range
+from clearhead.attention.impl.native.forward import LARGEST, Results, forward, in_range
 from clearhead.attention.impl.native.operator import Operator
 from clearhead.attention.impl.native.readings import KINDS, supported, supported_grads
 from clearhead.attention.problem import Problem, default_scale
@@ -144,6 +145,42 @@ class Native:
             found[reading] = _batched(results.value(reading), shape)  # type: ignore[union-attr]
         return context, [found[reading] for reading in read], results
 
+    def attend_part(self, problem: Problem) -> tuple[Tensor, Tensor] | None:
+        """The context and the log-sum-exp in float64, or None where the fallback serves it."""
+        if sparse(problem):
+            return None
+        try:
+            context, _, results = self.forward(problem, (), graph=True)
+        except kernel.OutOfRange:
+            return None
+        assert results is not None
+        # In fp32 a large log-sum-exp would be known less exactly than the weights are.
+        largest, inverse = results.softmax.double()  # type: ignore[union-attr]
+        lse = torch.where(results.lse == -torch.inf, -torch.inf, largest - inverse.log())
+        return context, lse.reshape(context.shape[:-1])
+
+    def part_gradient(
+        self, problem: Problem, lse: Tensor, grad: Tensor, terms: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None] | None:
+        """The gradients of a part of a larger map, or None where it is out of the kernel's range.
+
+        `lse` and `terms` are those of the whole rows, (*batch, head, query).
+        """
+        finite = all(bool(x.isfinite().all()) for x in (*tensors_of(problem)[:3], grad))
+        empty = lse == -torch.inf
+        if not (finite and bool((empty | (lse.abs() <= LARGEST)).all())):
+            return None
+        inputs = Inputs(problem)
+        # The weight is exp(score - lse): as if lse, rounded, were the largest score.
+        lse = lse.masked_fill(empty, 0)
+        rounded = lse.float()
+        inverse = (rounded - lse).exp().masked_fill(empty, 0).float()
+        softmax = torch.stack([rounded, inverse]).reshape(2, *inputs.shape)
+        rows = ReadingGrads(inputs, softmax[0])
+        rows.terms.copy_(-terms.reshape(inputs.shape))
+        saved = (torch.zeros_like(grad), softmax[0], softmax)
+        return backward(inputs, saved, grad, rows, needs)
+
     def fallback_gradient(
         self, problem: Problem, read: tuple[Reading, ...], gradients: Any, needs: Any
     ) -> list[Tensor | None]:
@@ -183,6 +220,8 @@ def _unsupported_tensors(problem: Problem) -> list[str]:
         reasons.append("an axis has no elements")
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         reasons.append("an input is a tensor subclass")
+    if problem.corner is not None and problem.seed is not None:
+        reasons.append("dropout of a part of a larger map")
     for extra in (problem.bias, problem.sinks):
         if extra is not None and type(extra) not in PLAIN:
             reasons.append("bias or sinks are a tensor subclass")

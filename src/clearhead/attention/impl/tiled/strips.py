@@ -211,7 +211,8 @@ def _drop(problem: Problem, strip: Strip) -> Tensor:
     if problem.seed is None:
         return strip.weights
     p, lead = problem.dropout, strip.weights.shape[:-2]
-    kept = dropout.keep(problem.seed, p, lead, strip.queries, strip.sources, problem.sizes)
+    rows, columns, sizes = strip.queries, strip.sources, problem.sizes
+    kept = dropout.keep(problem.seed, p, lead, rows, columns, sizes, problem.corner)
     return torch.where(kept, strip.weights * (1 / (1 - p) if p < 1 else 0.0), 0)
 
 

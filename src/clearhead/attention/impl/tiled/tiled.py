@@ -8,6 +8,8 @@ The backward is torch's fused one where that agrees, or recomputes each strip un
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from clearhead.attention.impl.tiled.strips import (
     take_bias,
     weigh,
 )
-from clearhead.attention.problem import Problem
+from clearhead.attention.problem import Corner, Problem
 from clearhead.readings import Reading, Strip
 
 # Elements in a strip of all heads and samples, and the fewest rows that still make a fair matmul.
@@ -72,6 +74,49 @@ class Tiled:
         trees: list[Any] = []
         context, *flat = _Recomputed.apply(problem, read, trees, *tensors_of(problem))  # type: ignore[misc]
         return context, pytree.tree_unflatten(flat, trees[0])
+
+    def parts(self, problem: Problem, read: tuple[Reading, ...], lse: Tensor) -> list[Any]:
+        """Return the part of each reading in a larger map, whose rows have this log-sum-exp."""
+        corner = problem.corner or Corner(0, 0, 0, problem.sizes)
+        parts: list[Any] = [None] * len(read)
+        equation = _Equation(problem)
+        for piece in equation.pieces():
+            strip = equation.weigh(piece)[0]
+            strip = Strip.of(
+                strip.scores, lse=lse[..., piece.rows], queries=strip.queries + corner.query,
+                sources=strip.sources + corner.source, query=corner.whole.query,
+                source=corner.whole.source,
+            )  # fmt: skip
+            for i, reading in enumerate(read):
+                part = reading.part(strip)
+                parts[i] = part if parts[i] is None else reading.merge(parts[i], part)
+        return parts
+
+    def part_gradient(
+        self, problem: Problem, lse: Tensor, grad: Tensor, terms: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of a part of a larger map; `lse` and `terms` are those of whole rows."""
+        equation, inputs = _Equation(problem), tensors_of(problem)
+        sums = [
+            torch.zeros(x.shape, dtype=problem.dtype, device=x.device) if need else None
+            for x, need in zip(inputs, needs, strict=True)
+        ]
+        for piece in equation.pieces():
+            cut = tuple(_leaf(x, need, problem.dtype)
+                        for x, need in zip(equation.cut(piece), needs, strict=True))  # fmt: skip
+            with torch.enable_grad():
+                strip, allowed = equation.weigh(piece, cut)
+                weights = _weights_of(strip.scores.detach(), lse[..., piece.rows])
+                weights.requires_grad_()
+                mixed = equation.mix(piece, replace(strip, weights=weights), allowed, cut[2])
+            outer = grad[..., piece.rows, :].to(problem.dtype)
+            to_weights, to_value = pull(
+                [mixed], [outer], [weights, cut[2]], [True, needs[2]], False
+            )
+            to_scores = weights.detach() * (to_weights + terms[..., piece.rows, None])  # type: ignore[operator]
+            found = pull([strip.scores], [to_scores], cut, [*needs[:2], False, *needs[3:]], False)
+            _add(sums, piece, [*found[:2], to_value, *found[3:]])
+        return [None if x is None else x.to(y.dtype) for x, y in zip(sums, inputs, strict=True)]
 
     def readings_only(self, problem: Problem, read: tuple[Reading, ...]) -> list[Any]:
         """Return the values of the readings, without a gradient and without the context."""
@@ -147,6 +192,13 @@ class _Equation:
     def mix(self, piece: Piece, strip: Strip, allowed: Any, value: Tensor | None = None) -> Tensor:
         value = take(self.value, piece.columns) if value is None else value
         return mix(self.problem, strip, value, allowed, self.finite_value)
+
+
+def _weights_of(scores: Tensor, lse: Tensor) -> Tensor:
+    """The weights of scores whose whole rows have this log-sum-exp, in float64."""
+    rounded = lse.to(scores.dtype)
+    factor = (rounded - lse).exp().masked_fill(lse == -torch.inf, 1).to(scores.dtype)
+    return Strip.of(scores, lse=rounded).weights * factor.unsqueeze(-1)
 
 
 def _finite(x: Tensor) -> bool:

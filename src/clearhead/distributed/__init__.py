@@ -1,0 +1,14 @@
+"""Attention over the ranks of a `torch.distributed` group: the same call, positions split.
+
+Each rank holds consecutive positions and gets the same rows back:
+
+    q, k, v = (distributed.shard(x) for x in (q, k, v))
+    context = distributed.attend(q, k, v, masks.causal())
+"""
+
+from __future__ import annotations
+
+from clearhead.distributed.attending import attend
+from clearhead.distributed.shares import shard, unshard
+
+__all__ = ["attend", "shard", "unshard"]

@@ -1,0 +1,368 @@
+"""Attention over ranks: equal to one process, no more bytes than the ring, even work, no hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import clearhead as ch
+from clearhead import distributed, masks, readings
+from clearhead._core import Sizes
+from clearhead.distributed import ring
+from clearhead.distributed.plan import Plan, Shares, make_plan
+from tests import oracle
+from tests.cases import CASES, Case
+from tests.ranks import LOST, SHORT, Failure, Ranks
+
+BY_NAME = {case.name: case for case in CASES}
+TENSORS = ("query", "key", "value", "bias", "sinks")
+SPLIT = ("query", "key", "value")
+# Positions, of which most numbers of ranks have uneven shares.
+T = 37
+SMALL = Case("fewer positions than ranks", query=2, mask=masks.causal, formula=lambda i, j: j <= i)
+GROUPED = Case(
+    "grouped over ranks", head=6, source_head=2, query=T, head_dim=8, value_dim=5,
+    mask=lambda: masks.causal() & masks.window(11),
+    formula=lambda i, j: (j <= i) & (i - j < 11),
+)  # fmt: skip
+DOCUMENTS = Case(
+    "documents over ranks", head=4, source_head=4, query=T, head_dim=8, bias=(4, T, T),
+    mask=lambda: masks.causal() & masks.document(torch.arange(T) // 9),
+    formula=lambda i, j: (j <= i) & (i // 9 == j // 9),
+)  # fmt: skip
+ALL = {case.name: case for case in (*CASES, SMALL, GROUPED, DOCUMENTS)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = Ranks(tmp_path_factory.mktemp("ranks") / "store")
+    yield found
+    found.close()
+
+
+def answers(found: list[Any]) -> list[Any]:
+    """The answers of all ranks, none of which is an error."""
+    for answer in found:
+        assert not isinstance(answer, Failure), answer
+    return found
+
+
+def whole(shares: list[Any], axis: int = -2) -> Any:
+    """The shares of all ranks side by side, each tensor of them."""
+    return pytree.tree_map(lambda *x: torch.cat([torch.as_tensor(y) for y in x], axis), *shares)
+
+
+# Run by each rank.
+
+
+def attended(group: Any, name: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """This rank's context, log-sum-exp and gradients of a case; those of bias and sinks summed."""
+    given = ALL[name].inputs(dtype)
+    given |= {n: distributed.shard(given[n], group=group) for n in SPLIT}
+    leaves = {n: given[n].clone().requires_grad_() for n in TENSORS if n in given}
+    torch.manual_seed(3)
+    context, lse = distributed.attend(
+        **{**given, **leaves, **options}, read=readings.LogSumExp(), group=group
+    )
+    (context.double().sin().sum() + lse[lse.isfinite()].double().sum()).backward()
+    gradients = [leaves[n].grad for n in leaves]
+    for x in gradients[3:]:
+        dist.all_reduce(x, group=group)
+    lead = [x.detach().float().numpy() for x in (context, lse.unsqueeze(-1), *gradients[:3])]
+    return lead, [x.float().numpy() for x in gradients[3:]]
+
+
+READ = (
+    readings.Entropy(normalized=True), readings.TopK(3), readings.Mass(masks.first(2)),
+    readings.Distance(), readings.MaxScore(), readings.Weights(), readings.Scores(),
+    readings.LogSumExp(), readings.Received(), readings.BlockMap(3), readings.Overlap(),
+    readings.Rows([0, -1]),
+)  # fmt: skip
+ROWS = 8  # how many of these have rows
+
+
+def read(group: Any, name: str) -> Any:
+    """This rank's readings of a case, in float64."""
+    given = ALL[name].inputs(torch.float64)
+    given |= {n: distributed.shard(given[n], group=group) for n in SPLIT}
+    plain = distributed.attend(**given, group=group)
+    context, values = distributed.attend(**given, read=READ, group=group)
+    assert torch.equal(plain, context)
+    return pytree.tree_map(
+        lambda x: x.numpy(), [tuple(v) if isinstance(v, tuple) else v for v in values]
+    )
+
+
+def counted(group: Any, shape: tuple[int, ...], source_heads: int, backward: bool) -> Any:
+    """The bytes that this rank sends for keys, values, queries and context, and its edges."""
+    *lead, heads, positions, width = shape
+    size = distributed.shard(torch.zeros(positions, 1), group=group).shape[0]
+    q = torch.randn(*lead, heads, size, width, requires_grad=backward)
+    k, v = (torch.randn(*lead, source_heads, size, width, requires_grad=backward) for _ in "kv")
+    sent, edges, send, compute = [0], [0], dist.isend, ring.attend_part
+
+    def sending(x: Tensor, *args: Any, **options: Any) -> Any:
+        sent[0] += x.nbytes
+        return send(x, *args, **options)
+
+    def computing(problem: Any) -> Any:
+        sizes = problem.sizes
+        count = (
+            problem.mask.count(*sizes[2:])
+            if problem.mask is not None
+            else sizes.query * sizes.source
+        )
+        edges[0] += count * sizes.head
+        return compute(problem)
+
+    dist.isend, ring.attend_part = sending, computing
+    try:
+        context = distributed.attend(q, k, v, masks.causal(), group=group)
+        if backward:
+            context.sum().backward()
+    finally:
+        dist.isend, ring.attend_part = send, compute
+    return sent[0], edges[0], size
+
+
+def peak(group: Any, positions: int) -> int:
+    """How many bytes a rank's memory grows by at most, from before its tensors are made."""
+
+    def status(name: str) -> int:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+    share = distributed.shard(torch.empty(positions, 0), group=group).shape[0]
+    before = status("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    q, k, v = (torch.ones(8, share, 64) for _ in "qkv")
+    distributed.attend(q, k, v, masks.window(64), group=group)
+    return status("VmHWM") - before
+
+
+def differing(group: Any, what: str) -> None:
+    """A call in which the last rank differs from the others."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    heads, dtype, mask = 4, torch.float32, masks.causal()
+    if last:
+        heads = 2 if what == "heads" else heads
+        dtype = torch.float64 if what == "dtype" else dtype
+        mask = masks.window(3) if what == "mask" else mask
+    if what == "ids":
+        mask = masks.document(torch.arange(12) // (3 if last else 4))
+    size = (3, 5) if what == "shape" and last else (3, 8)
+    q = torch.zeros(heads, *size, dtype=dtype)
+    if what == "kind" and last:
+        q = q.int()
+    distributed.attend(q, q, q, mask, scale=2.0 if what == "scale" and last else None, group=group)
+
+
+def losing(group: Any, what: str, lost: int) -> tuple[str, float]:
+    """The error of a rank, and how long it took, where one rank of the group is lost."""
+    mine = dist.get_rank() == lost
+    compute, calls = ring.attend_part, [0]
+
+    def failing(problem: Any) -> Any:
+        calls[0] += 1
+        if mine and calls[0] == 2:
+            if what == "killed":
+                os._exit(1)
+            time.sleep(SHORT + 2)
+        return compute(problem)
+
+    if mine and what == "late":
+        time.sleep(SHORT + 2)
+    ring.attend_part = failing
+    started = time.monotonic()
+    try:
+        q = torch.randn(2, 8, 4)
+        # A rank that has all it needs is done; it meets the lost rank in its next call.
+        distributed.attend(q, q, q, group=group)
+        distributed.attend(q, q, q, group=group)
+        return "no error", 0.0
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started
+    finally:
+        ring.attend_part = compute
+
+
+# The tests.
+
+
+def right(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Context, log-sum-exp and gradients of one process."""
+    given = case.inputs(dtype)
+    leaves = {n: given[n].clone().requires_grad_() for n in TENSORS if n in given}
+    torch.manual_seed(3)
+    context, lse = ch.attend(**{**given, **leaves, **options}, read=readings.LogSumExp())
+    (context.double().sin().sum() + lse[lse.isfinite()].double().sum()).backward()
+    gradients = [leaves[n].grad for n in leaves]
+    return [x.detach() for x in (context, lse.unsqueeze(-1), *gradients)]
+
+
+def wide(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """The same in float64, from inputs rounded to the dtype."""
+
+    class Rounded:
+        def inputs(self, _: torch.dtype) -> dict[str, Any]:
+            given = case.inputs(dtype)
+            return {n: x.double() if n in TENSORS else x for n, x in given.items()}
+
+    return right(Rounded(), torch.float64, options)  # type: ignore[arg-type]
+
+
+def check_equal(ranks: Ranks, world: int, case: Case, dtype: torch.dtype, **options: Any) -> None:
+    """Context, log-sum-exp and gradients are those of one process, to the oracle's bounds."""
+    found = answers(ranks.run(attended, world, case.name, dtype, options))
+    shares = whole([answer[0] for answer in found])
+    ours = [*shares, *map(torch.as_tensor, found[0][1])]
+    # Each part that is merged is rounded once more.
+    more = (world - 1) * torch.finfo(dtype).eps
+    exact, same = wide(case, dtype, options), right(case, dtype, options)
+    if not options:
+        context = case.right(case.inputs(dtype)).context
+        assert oracle.error(exact[0], context) < 1e-10
+    names = ("context", "lse", *(n for n in TENSORS if n in case.inputs()))
+    for name, x, plain, true in zip(names, ours, same, exact, strict=True):
+        budget = oracle.budget(plain, true, torch.float32 if name == "lse" else dtype)
+        largest = torch.where(true.isfinite(), true, 0).abs().flatten().tolist()
+        assert oracle.error(x, true) <= budget + more * max([1.0, *largest]), (
+            case.name,
+            world,
+            dtype,
+            name,
+        )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_it_equals_one_process(ranks: Ranks, world: int) -> None:
+    for case in ALL.values():
+        check_equal(ranks, world, case, torch.float32)
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_it_equals_one_process_in_bf16(ranks: Ranks, world: int) -> None:
+    for case in (SMALL, GROUPED, DOCUMENTS):
+        check_equal(ranks, world, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_dropout_drops_the_same_weights(ranks: Ranks, world: int) -> None:
+    for case in (GROUPED, DOCUMENTS):
+        check_equal(ranks, world, case, torch.float32, dropout=0.3)
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_readings_equal_those_of_one_process(ranks: Ranks, world: int) -> None:
+    for case in (SMALL, GROUPED, DOCUMENTS):
+        found = answers(ranks.run(read, world, case.name))
+        _, values = ch.attend(**case.inputs(torch.float64), read=READ, impl="reference")
+        for i, (reading, value) in enumerate(zip(READ, values, strict=True)):
+            axis = -1 if torch.is_tensor(value) and value.ndim == 3 else -2
+            for leaf, expected in enumerate(pytree.tree_leaves(value)):
+                parts = [torch.as_tensor(pytree.tree_leaves(answer[i])[leaf]) for answer in found]
+                if i < ROWS:
+                    parts = [torch.cat(parts, axis)]
+                for part in parts:
+                    assert oracle.error(part, expected) < 1e-12, (case.name, reading)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_bytes_and_work_of_a_rank(ranks: Ranks, world: int, backward: bool) -> None:
+    # The ring sends a share of keys and values to each of the other ranks; a backward pass sends
+    # them again, and their gradients, which come home by one more step.
+    shape, heads = (1, 4, 8 * 128, 64), 4
+    found = answers(ranks.run(counted, world, shape, heads, backward))
+    share = 2 * heads * (shape[-2] // world) * shape[-1] * 4
+    least = share * ((world - 1) * (3 if backward else 1) + backward)
+    agreement = 4096 * (world - 1)  # the exchange of arguments, whose size is that of no tensor
+    edges = [answer[1] for answer in found]
+    for sent, count, _ in found:
+        assert sent <= 1.05 * least + agreement
+        assert count <= 1.1 * sum(edges) / world
+    assert sum(edges) == heads * 1024 * 1025 // 2
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 64])
+@pytest.mark.parametrize("source_heads", [1, 2, 3, 8])
+def test_causal_work_is_even_for_any_number_of_heads(world: int, source_heads: int) -> None:
+    share = (64,) * world
+    shares = Shares(Sizes(1, 24, 64 * world, 64 * world), source_heads, share, share)
+    plan = make_plan(masks.causal(), shares)
+    work = [0] * world
+    for i in range(world):
+        for j in range(world):
+            for rank, task in ((i, plan.own(i, j)), (j, plan.taken(i, j))):
+                if task is not None:
+                    work[rank] += _edges(plan, task)
+    assert sum(work) == source_heads * (64 * world) * (64 * world + 1) // 2
+    assert max(work) <= 1.1 * sum(work) / world
+
+
+def _edges(plan: Plan, task: Any) -> int:
+    mask = plan.shares.mask(masks.causal(), task)
+    rows, heads = task.rows.stop - task.rows.start, task.heads.stop - task.heads.start
+    sources = plan.shares.sources[task.source]
+    return heads * (rows * sources if mask is None else mask.count(rows, sources))
+
+
+def test_memory_falls_with_the_number_of_ranks(ranks: Ranks) -> None:
+    positions = 1 << 15
+    alone, eight = (max(answers(ranks.run(peak, world, positions))) for world in (1, 8))
+    # Inputs, context in both precisions and their sum take the share; the rest is noise of the
+    # allocator and of the process.
+    assert alone > 8 * positions * 64 * 4 * 4
+    assert eight < alone / 8 * 1.6
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("heads", "query: is the same on all ranks of distributed.attend"),
+        ("dtype", r"float32 on rank 0, .* float64 on rank 2"),
+        ("mask", r"mask: is the same on all ranks .*causal\(.* on rank 0, window"),
+        ("ids", "mask: is the same on all ranks"),
+        ("scale", "scale: is the same on all ranks"),
+        ("shape", "query: is the same on all ranks"),
+    ],
+)
+def test_ranks_that_differ_raise_on_all_ranks(ranks: Ranks, what: str, text: str) -> None:
+    for failure in ranks.run(differing, 3, what):
+        assert isinstance(failure, Failure)
+        assert failure.text.startswith("ValueError")
+        assert re.search(text, failure.text, re.DOTALL), failure.text
+
+
+def test_a_refusal_of_one_rank_raises_on_all_ranks(ranks: Ranks) -> None:
+    *others, last = ranks.run(differing, 3, "kind")
+    assert last.text.startswith("TypeError: query, key, value: are tensors of")
+    for failure in others:
+        assert failure.text.startswith("RuntimeError: rank 2 refuses its arguments")
+
+
+@pytest.mark.parametrize(("what", "lost"), [("late", 2), ("stalls", 3), ("killed", 7)])
+def test_a_lost_rank_is_named_on_all_others_in_time(ranks: Ranks, what: str, lost: int) -> None:
+    found = ranks.run(losing, what, what, lost, silent=what == "killed")
+    for rank, answer in zip(LOST[what], found, strict=False):
+        if rank != lost:
+            message, seconds = answer
+            assert message.startswith(f"rank {lost} did not answer in "), message
+            assert seconds < SHORT + 1
+
+
+def test_without_a_group() -> None:
+    q = torch.zeros(1, 2, 3)
+    with pytest.raises(ValueError, match=r"needs an initialized torch\.distributed") as error:
+        distributed.attend(q, q, q)
+    assert "torchrun" in str(error.value)
