@@ -373,18 +373,20 @@ def test_a_size_that_is_none_hides_nothing(size: str, monkeypatch: Any, capsys: 
 # --- exit codes ---------------------------------------------------------------------------------
 
 
-def test_no_fault_is_a_finding(capsys: Any) -> None:
-    code = """
+@pytest.mark.parametrize("error", ["KeyError", "GeneratorExit", "BaseException"])
+def test_no_fault_is_a_finding(error: str) -> None:
+    code = f"""
 import sys
 from clearhead import cli
 from clearhead.cli import mask
-def run(arguments): raise KeyError("a fault of ours")
+def run(arguments): raise {error}("a fault of ours")
 mask.run = run
 sys.argv = ["clearhead", "mask", "causal"]
 raise SystemExit(cli.process())"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "clearhead: KeyError: 'a fault of ours'\n"
+    said = "'a fault of ours'" if error == "KeyError" else "a fault of ours"
+    assert done.stderr == f"clearhead: {error}: {said}\n"
 
 
 @pytest.mark.parametrize("threads", ["257", "5000", "9" * 30, "0", "-1"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import clearhead as ch
 from clearhead import masks, readings
@@ -274,6 +275,29 @@ def test_a_subclass_that_adds_nothing_is_plain(kind: Any) -> None:
     assert type(context) is (Named if kind is Named else Tensor)
 
 
+class Passing(Tensor):
+    """A subclass that overrides the protocol, and passes every call on."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "read", [readings.TopK(2), readings.BlockMap(3), (readings.TopK(1), readings.Entropy())]
+)
+def test_a_subclass_that_overrides_the_protocol_gets_named_values(read: Any) -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(2, 4, 6, 8)
+    x = plain.as_subclass(Passing)
+    (_, values), (_, right) = (ch.attend(y, y, y, masks.causal(), read=read) for y in (x, plain))
+    assert type(values) is type(right)
+    first, wanted = (v if hasattr(v, "_fields") else v[0] for v in (values, right))
+    assert first._fields == wanted._fields
+    for ours, theirs in zip(pytree.tree_leaves(values), pytree.tree_leaves(right), strict=True):
+        torch.testing.assert_close(ours.as_subclass(Tensor), theirs)
+
+
 def test_a_subclass_has_gradients_and_is_watched() -> None:
     plain = torch.randn(2, 4, 6, 8, requires_grad=True)
     x = plain.as_subclass(Named)
@@ -295,6 +319,16 @@ def test_float8_is_refused_by_name(impl: Any, dtype: torch.dtype, first: float) 
         ch.attend(x, x, x, bias=small, impl=impl)
     with pytest.raises(TypeError, match="sinks: .*" + match):
         ch.attend(x, x, x, sinks=small[0, :2], impl=impl)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize("number", [0.0, 1.0, 0.5])
+def test_float8_is_refused_by_the_layer(name: Any, dtype: torch.dtype, number: float) -> None:
+    layer, x = ch.MultiheadAttention(8, 2, batch_first=True), torch.zeros(1, 4, 8)
+    mask = torch.full((4, 4) if name == "attn_mask" else (1, 4), number).to(dtype)
+    with pytest.raises(TypeError, match=name + r": .*got torch\.float8"):
+        layer(x, x, x, **{name: mask})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -557,3 +558,117 @@ class TestAnUnknownOrder:
         with pytest.raises(RuntimeError, match="in an order that is not known"):  # noqa: SIM117
             with ch.ablate(model, heads=[0]):
                 model(torch.randn(B, T, H * D))
+
+
+def coverage(w: Tensor, x: Tensor) -> Tensor:
+    return w @ x + w.sum(-2, keepdim=True).mT
+
+
+# What a model does with weights beside the product with its values, before it or after.
+OTHER_USES = {
+    "coverage": coverage,
+    "tensordot": lambda w, x: w @ x + torch.tensordot(w[0], x[0], 1),
+    "a product of numbers": lambda w, x: w @ x + (w * x[..., 0][:, None]).sum(-1, keepdim=True),
+    "one weight": lambda w, x: w @ x + w[..., :1],
+    "linear": lambda w, x: w @ x + F.linear(w, x[0].mT.contiguous()),
+    "before it": lambda w, x: w.square().sum(-1, keepdim=True) + w @ x,
+    "a penalty": lambda w, x: w @ x - 1e-3 * (w * (w + 1e-9).log()).sum(),
+}
+# What leaves no trace of the weights in the output.
+NO_USES = {
+    "kept": lambda w, x: (w @ x, w.detach().mean(-3, keepdim=True))[0],
+    "counted": lambda w, x: (w @ x, (w * w.log()).sum(-1).mean().item())[0],
+    "two layers": lambda w, x: w @ x + (x @ x.mT).softmax(-1) @ x,
+    "a residual": lambda w, x: x + F.dropout(w, 0.0) @ x,
+}
+
+
+class Uses(nn.Module):
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.q, self.v, self.use = nn.Linear(8, 8), nn.Linear(8, 8), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use((self.q(x) @ x.mT).softmax(-1), self.v(x))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda m: ch.knockout(m, [(3, 1)]),
+        lambda m: ch.zero_weights(m, [(3, 1)]),
+        lambda m: ch.ablate(m, [(0, 0)]),
+    ],
+)
+class TestOtherUses:
+    """Weights that act elsewhere than in the product with the values are not cut there."""
+
+    @pytest.mark.parametrize("name", OTHER_USES)
+    @torch.no_grad()
+    def test_are_refused(self, cut, name):
+        torch.manual_seed(0)
+        model = Uses(OTHER_USES[name])
+        with (
+            pytest.raises(RuntimeError, match=r"meet other activations|several values"),
+            cut(model),
+        ):
+            model(torch.randn(1, 5, 8))
+
+    @pytest.mark.parametrize("name", NO_USES)
+    @torch.no_grad()
+    def test_what_is_only_looked_at_is_none(self, cut, name):
+        torch.manual_seed(0)
+        model, x = Uses(NO_USES[name]), torch.randn(1, 5, 8)
+        with cut(model):
+            model(x)
+
+    @torch.no_grad()
+    def test_watching_has_no_note(self, cut):
+        with ch.watch(model := Uses(coverage)) as seen:
+            model(torch.randn(1, 5, 8))
+        assert not seen.notes
+
+
+class TestTolerance:
+    """What a context may be off is rounding, and in proportion to it."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+    @pytest.mark.parametrize("share", [0.2, 0.9])
+    @torch.no_grad()
+    def test_a_factor_is_noticed_at_every_size(self, dtype, size, share):
+        torch.manual_seed(0)
+        model, x = Attention(lambda s: s.softmax(-1) * share).eval(), torch.randn(2, 9, 8)
+        model.qkv.weight[16:] *= size
+        model.qkv.bias[16:] *= size
+        with pytest.raises(RuntimeError, match=NO_SOFTMAX), ch.knockout(model.to(dtype), [(3, 1)]):
+            model(x.to(dtype))
+
+    @torch.no_grad()
+    def test_a_small_epsilon_in_another_tensor(self):
+        with pytest.raises(RuntimeError, match=NO_SOFTMAX):
+            off(lambda s: (s.softmax(-1) + 1e-3) / (1 + 12e-3), (9, 4), 12)
+
+    @torch.no_grad()
+    def test_rows_that_are_no_numbers_hide_nothing(self):
+        model = Attention(lambda s: s.softmax(-1) * 0.5).eval()
+        model.cut = torch.zeros(9, 9).bool()
+        model.cut[1] = True  # a softmax of nothing
+        with pytest.raises(RuntimeError, match=NO_SOFTMAX), ch.knockout(model, masks.diagonal(1)):
+            model(torch.randn(1, 9, 8))
+
+
+def test_attention_without_a_softmax_is_named_by_a_cut():
+    model = Attention(lambda s: s.sigmoid())
+    with pytest.raises(RuntimeError, match="without a softmax"), ch.knockout(model, [(3, 1)]):
+        model(torch.randn(1, 5, 8))
+
+
+def test_all_cuts_take_the_same_arguments_in_the_same_order():
+    names = [
+        list(inspect.signature(cut).parameters.values()) for cut in (ch.knockout, ch.zero_weights)
+    ]
+    assert names[0] == names[1]
+    own = [p for p in names[0] if p.name != "edges"]
+    assert own == list(inspect.signature(ch.ablate).parameters.values())[: len(own)]
+    assert [p.name for p in own] == ["model", "heads", "layers"]

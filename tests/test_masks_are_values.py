@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,47 @@ def from_mass(q: Tensor, m: Tensor, impl: str) -> Tensor:
     return ch.attend(q, q, q, read=readings.Mass(masks.causal() & masks.dense(m)), impl=impl)[1]
 
 
+class Rule:
+    """Edges that an object holds, as a method and as a callable."""
+
+    def __init__(self, m: Tensor) -> None:
+        self.allow = m
+
+    def answer(self, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return self.allow[i, j]
+
+    __call__ = answer
+
+
+def both(*functions: Any) -> Any:
+    return lambda b, h, i, j: functions[0](b, h, i, j) & functions[1](b, h, i, j)
+
+
+def reads(m: Tensor) -> Any:
+    return lambda b, h, i, j: m[i, j]
+
+
+def partial_rule(m: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+    return m[i, j]
+
+
+# What a function of edges reads besides its arguments.
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "closure": reads,
+    "functions in a closure": lambda m: both(reads(m), lambda b, h, i, j: i >= j),
+    "default": lambda m: lambda b, h, i, j, m=m: m[i, j],
+    "partial": lambda m: functools.partial(partial_rule, m),
+    "attribute of a closure": lambda m: (lambda rule: lambda b, h, i, j: rule.allow[i, j])(Rule(m)),
+    "method": lambda m: Rule(m).answer,
+    "callable": Rule,
+    "dict": lambda m: (lambda held: lambda b, h, i, j: held["m"][i, j])({"m": m}),
+}
+
+
+def in_function(make: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor, str], Any]:
+    return lambda q, m, impl: ch.attend(q, q, q, masks.where(make(m)), impl=impl)
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
     "tensor": lambda q, m, impl: ch.attend(q, q, q, m, impl=impl),
     "dense": lambda q, m, impl: ch.attend(q, q, q, masks.dense(m), impl=impl),
@@ -32,6 +74,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
     "not": lambda q, m, impl: ch.attend(q, q, q, ~masks.dense(m), impl=impl),
     "a row": lambda q, m, impl: ch.attend(q, q, q, m[:1], impl=impl),
     "mass": from_mass,
+    **{name: in_function(make) for name, make in FUNCTIONS.items()},
 }
 
 
@@ -91,3 +134,26 @@ def test_a_mask_of_inference_mode_serves_in_training() -> None:
     q = torch.ones(1, 1, SIZE, WIDTH, requires_grad=True)
     for impl in IMPLEMENTATIONS[1:]:
         ch.attend(q, q, q, mask, impl=impl).sum().backward()
+
+
+class Counts(torch.nn.Module):
+    """Changes a buffer beside the one that its mask reads."""
+
+    allow: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("allow", band())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, q: Tensor) -> Tensor:
+        context = ch.attend(q, q, q, masks.where(lambda b, h, i, j: self.allow[i, j]))
+        self.calls += 1
+        return context
+
+
+def test_what_a_function_does_not_read_may_change() -> None:
+    q = torch.randn(1, 2, SIZE, WIDTH, requires_grad=True)
+    Counts()(q).sum().backward()
+    assert q.grad is not None

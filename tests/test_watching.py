@@ -493,6 +493,25 @@ class TestChoice:
             assert some.heads == (2, 0)
             assert some.queries == (1, -1)
 
+    def test_queries_that_no_call_has_are_refused(self):
+        for wrong in (99, -9, [1, 5]):
+            with pytest.raises(ValueError, match=r"queries: were not all seen.*got \["):
+                self.see(queries=wrong)
+
+    def test_calls_without_a_chosen_query_have_no_record(self):
+        long, short = torch.randn(1, 6, 4), torch.randn(1, 3, 4)
+
+        def both(x, y):
+            ch.attend(x, x, x), ch.attend(y, y, y)
+
+        with ch.watch(both, read=readings.Weights(), queries=[1, 4]) as seen:
+            both(long, short)
+        assert [record.queries for record in seen] == [(1, 4), (1,)]
+        assert [tuple(record.value.shape[2:]) for record in seen] == [(2, 6), (1, 3)]
+        with ch.watch(both, queries=4) as seen:
+            both(long, short)
+        assert [record.sizes.query for record in seen] == [6]
+
     def test_readings_of_chosen_queries_keep_their_places(self):
         read = (readings.Mass(masks.diagonal(1)), readings.Distance(), readings.TopK(2))
         for record, some in zip(self.see(read=read), self.see(read=read, queries=[3]), strict=True):

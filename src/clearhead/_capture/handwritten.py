@@ -231,6 +231,10 @@ class Handwritten:
         if found.used:
             self._handler.elsewhere(found.module, reason)
 
+    def other_use(self, found: Softmax) -> None:
+        """Report weights of a call that meet an activation in another function as well."""
+        self._elsewhere(found, "its weights meet other activations than the values")
+
     def _projects(self, x: Tensor) -> bool:
         """Whether an operand is a weight of the model: then the product is a projection."""
         return self._provenance.learned(x) or (isinstance(x._base, Parameter) and x.ndim <= 2)

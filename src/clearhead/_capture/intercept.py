@@ -42,7 +42,9 @@ class Interceptor(TorchFunctionMode):
         self.handwritten = Handwritten(handler, self.provenance, self.sites)
         modules.on_inputs = self.provenance.mark_inputs
         self.provenance.on_error = self.sites.not_followed(handler)
-        # Whether every call of SDPA had batch, heads and positions where the kernel has them.
+        if handler.edits:
+            self.provenance.on_other_use = self.handwritten.other_use
+        # Whether every call of a kernel had batch, heads and positions where the kernel has them.
         self.plain = True
         self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
 
@@ -115,6 +117,20 @@ class Interceptor(TorchFunctionMode):
         lead, *positions = parted(layout.axes)
         return place_of(layout, lead, *positions), fold_of(lead)
 
+    def _placed(
+        self, describes: Callable[[], Call], query: Tensor, key: Tensor
+    ) -> Callable[[], Call]:
+        """Describe a call with its place; heads that are no axis of their own are named there."""
+
+        def described() -> Call:
+            place, fold = self._place(query, key)
+            self.plain &= place is None and fold is None and query.ndim == 4
+            if fold is not None and not (query.ndim == 4 and fold.sizes is None):
+                place = replace(place or Place(), turned=True)
+            return replace(describes(), place=place)
+
+        return described
+
     def attend(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle `clearhead.attend`."""
         run = functools.partial(func, *args, **kwargs)
@@ -122,7 +138,7 @@ class Interceptor(TorchFunctionMode):
             return run()
         query, key, value = args[:3]
         describes = functools.partial(describe.from_attend, *args, **kwargs)
-        call = self.described(describes, (args, kwargs), query, key)
+        call = self.described(self._placed(describes, query, key), (args, kwargs), query, key)
         if call is None:
             return run()
         shape = (*query.shape[:-1], value.shape[-1])
@@ -137,7 +153,7 @@ class Interceptor(TorchFunctionMode):
             return run()
         query, key, value = args[:3]
         describes = functools.partial(describe.from_flex, *args[:6])
-        call = self.described(describes, args[:3], query, key)
+        call = self.described(self._placed(describes, query, key), args[:3], query, key)
         if call is None:
             return run()
         return self._with_others(call, run, (*query.shape[:-1], value.shape[-1]), query)

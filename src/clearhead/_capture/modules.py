@@ -369,6 +369,8 @@ class Sites:
             if heads > 1 and batch % heads == 0:
                 text = f"its {heads} heads lie in a batch of {batch}, in an order that is not known"
                 return replace(place, rows=text)
+        if place is not None and place.turned:
+            return replace(place, rows="its heads come before the batch, or are one axis with it")
         if place is None or not place.rows:
             return place
         first = self._slices.setdefault(module, place.rows)

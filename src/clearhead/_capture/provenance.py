@@ -136,6 +136,7 @@ class Origin:
     opaque: bool = False  # whether it is a softmax of something that is no product
     made: str = ""  # of a context of one head: the module that made it
     edited: bool = False  # whether weights are more than moved: multiplied, clipped, ...
+    given: bool = False  # whether it is of parameters alone, expanded over the samples
 
 
 # The origin of what is computed from parameters alone.
@@ -154,6 +155,7 @@ class Provenance:
     def notify_nobody(self) -> None:
         """Forget who is notified of functions whose results cannot be followed."""
         self.on_error: Callable[[Any, Exception], None] = lambda func, error: None
+        self.on_other_use: Callable[[Softmax], None] = lambda softmax: None
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
@@ -198,6 +200,11 @@ class Provenance:
             self._follow(func, args, kwargs, out)
         except Exception as error:  # what a model does must run, followed or not
             self.on_error(func, error)
+            return
+        known = self.origin(out)
+        softmax = None if known is None else known.softmax
+        if softmax is not None and softmax.used and self._meets(softmax, (args, kwargs)):
+            self.on_other_use(softmax)
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if not isinstance(out, (Tensor, tuple, list)):
@@ -211,7 +218,7 @@ class Provenance:
             if learned:
                 self._mark_learned(args, out)
             return
-        if func in _FORGET or func in _PROJECTIONS or (learned and func in PRODUCTS):
+        if func in _FORGET or self._projects(func, args) or (learned and func in PRODUCTS):
             known = Origin(known.root)
         elif learned and known.product is None:
             known = replace(known, scale=1.0)
@@ -250,6 +257,19 @@ class Provenance:
         if origin is not None and origin.softmax is not None:
             origin.softmax.written = True
 
+    def _projects(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a call projects: by a weight, and not by another activation."""
+        return func in _PROJECTIONS and (
+            func is not F.linear or not any(map(self.origin, args[1:2]))
+        )
+
+    def _meets(self, softmax: Softmax, given: Any) -> bool:
+        """Whether weights, or what was computed from them, meet another activation."""
+        found = [self.origin(x) for x in tensors(given)]
+        return any(x and x.softmax is None for x in found) and any(
+            x and x.softmax is softmax for x in found
+        )
+
     def _mark_learned(self, args: tuple[Any, ...], out: Any) -> None:
         """Mark what is computed from parameters alone: weights that are cast, scaled, turned.
 
@@ -259,7 +279,7 @@ class Provenance:
         for tensor in tensors(out):
             if tensor.is_floating_point():
                 weight = tensor.ndim <= 2 or tensor.shape == shape
-                self.mark(tensor, _LEARNED if weight else self._new())
+                self.mark(tensor, _LEARNED if weight else replace(self._new(), given=True))
 
     def _argument(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -272,6 +292,7 @@ class Provenance:
             if origin is None or origin is _LEARNED:
                 continue
             inserts = func in _INSERTS and known is not None and not known.product
+            inserts = inserts and not origin.given
             if known is None or inserts or (origin.softmax and not known.softmax):
                 known = origin
         return (self._begin(func, args, kwargs) if known is None else known), learned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clearhead._core import errors
+from clearhead._core.captured import captured_tensors
 from clearhead._core.errors import did_you_mean, is_refusal, type_error, value_error, warn
 from clearhead._core.files import link_target, remove_parts, replacing
 from clearhead._core.indices import is_number, numbers, position
@@ -23,6 +24,7 @@ __all__ = [
     "Sizes",
     "StopRequests",
     "active_transforms",
+    "captured_tensors",
     "did_you_mean",
     "errors",
     "has_values",

@@ -41,9 +41,11 @@ def process() -> int:
     with output_streams():
         try:
             return _main(None)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit):
+                raise
             return STOPPED
-        except Exception as error:
+        except BaseException as error:  # of a model, such as GeneratorExit
             return _failed("", f"{type(error).__name__}: {error}")
 
 

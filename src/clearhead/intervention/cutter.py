@@ -46,6 +46,7 @@ class Cutter(Handler):
         self.names: dict[int, str] = {}
         self.totals: dict[int, int] = {}
         self.notes: list[str] = []
+        self.mixing: dict[str, str] = {}
         self.slices = [slice(None)]
         self.batch: int | None = None
         self.on_call: Callable[[Call, Offsets], None] | None = None
@@ -134,9 +135,10 @@ class Cutter(Handler):
     def _prove(self, cuts: list[EdgeCut], call: Call, own: Tensor, rows: Tensor) -> None:
         """Prove that a call is what its cuts assume; of a kernel, once for each layer."""
         if call.layer in self._proven:
-            return
+            return proof.prove_order(call)
         touched = rows.any(0).any(0).flatten().expand(own.shape[2]).nonzero().flatten().tolist()
         proof.prove(call, own, touched, softmax=any(cut.before_softmax for cut in cuts))
+        proof.prove_order(call)
         if touched and not isinstance(call, EagerCall):
             self._proven.add(call.layer)
 
@@ -190,6 +192,8 @@ class Cutter(Handler):
     def reached(self, name: str, cut: Cut) -> None:
         """Raise where no call was seen, or not the layers and heads that were selected."""
         if not self.totals:
+            for module, reason in self.mixing.items():
+                self.unseen(module, reason)
             text = nothing_seen(self.modules, self.notes)
             raise RuntimeError(text.replace("watch:", f"{name}:", 1))
         cut.selection.check(self.totals, self.names)
@@ -301,5 +305,5 @@ def cutting(model: Any, cuts: list[Cut], slices: list[slice] | None = None) -> I
 def _attached(model: Any) -> Iterator[Cutter]:
     cutter = Cutter(model)
     with attached(model, cutter) as interceptor:
-        cutter.modules = interceptor.modules
+        cutter.modules, cutter.mixing = interceptor.modules, interceptor.handwritten.mixing
         yield cutter

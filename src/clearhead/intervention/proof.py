@@ -7,12 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clearhead._capture import Call, EagerCall, context_difference, softmax_difference
+from clearhead._capture import (
+    Call,
+    EagerCall,
+    context_difference,
+    rounding_bound,
+    softmax_difference,
+)
 from clearhead.intervention.cuts import Cut
 
-__all__ = ["named", "prove", "prove_place"]
+__all__ = ["named", "prove", "prove_order", "prove_place"]
 
-# Rows of a kernel's context that are recomputed, and a factor on the tolerance of a context.
+# Rows of a kernel's context that are recomputed, and a factor on what its scores may round.
 _SAMPLED = 4
 _SLACK = 4.0
 
@@ -29,6 +35,15 @@ def prove_place(call: Call, cuts: Sequence[Cut]) -> None:
         raise RuntimeError(
             f"{named(call)}: {rows}, so that the heads and samples of a call are not those of the "
             "layer; cut edges in all heads, or turn the slices off"
+        )
+
+
+def prove_order(call: Call) -> None:
+    """Raise where the positions of a call are not in the order of the whole map."""
+    if call.place is not None and call.place.mixed:
+        raise RuntimeError(
+            f"{named(call)}: its edges cannot be cut: it takes queries or sources in another "
+            "order, or with gaps, so that its positions are not those of the model; cut whole heads"
         )
 
 
@@ -56,10 +71,22 @@ def _prove_softmax(call: EagerCall, rows: list[int]) -> None:
 
 
 def _prove_context(call: Call, own: Tensor, rows: list[int]) -> None:
+    finite = own.isfinite().all(-1).flatten(0, 1).all(0)
+    rows = [row for row in rows if finite[row]]
     off = context_difference(call, own, rows)
-    size = own.abs().nan_to_num(0.0).amax().item() if own.numel() else 0.0
-    if off is not None and off > _SLACK * torch.finfo(own.dtype).eps ** 0.5 * (1 + size):
+    if off is not None and off > _bound(call, own[:, :, rows]):
         raise RuntimeError(
             f"{named(call)}: its edges cannot be cut: what met its values is no softmax of its "
             f"scores, or more than that made its context; recomputed, it differs by {off:.2g}"
         )
+
+
+def _bound(call: Call, own: Tensor) -> float:
+    """Give how far rounding can put a context from the one recomputed.
+
+    Handwritten attention mixes by the weights that are seen; a kernel rounds scores as well.
+    """
+    bound = rounding_bound(own)
+    if isinstance(call, EagerCall):
+        return bound
+    return max(bound, _SLACK * torch.finfo(torch.float32).eps ** 0.5 * float(own.abs().max()))

@@ -101,6 +101,9 @@ def _check_type(name: str, mask: Any) -> None:
         raise type_error(name, rule, got="a Mask", hint="pass a Mask as mask=")
     if not isinstance(mask, Tensor):
         raise type_error(name, rule, got=type(mask).__name__, hint="wrap it in torch.as_tensor")
+    if mask.is_floating_point() and mask.dtype.itemsize < 2:
+        hint = f"float8 holds no numbers to compute with: {name}.float()"
+        raise type_error(name, rule, got=mask.dtype, shapes={name: mask}, hint=hint)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         hint = f"say which number blocks, for example {name} == 0"
         raise type_error(name, rule, got=mask.dtype, shapes={name: mask}, hint=hint)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clearhead._core import is_number, readable, type_error, value_error
+from clearhead._core import captured_tensors, is_number, readable, type_error, value_error
 from clearhead.masks.data import SHOWN
 from clearhead.masks.mask import Mask
 from clearhead.masks.positional import Align, named_align, read_align, standing
@@ -338,6 +338,9 @@ class Where(Mask):
                 ) from error
 
         return one
+
+    def tensors(self) -> list[Tensor]:
+        return captured_tensors(self.function)
 
     def _text(self, full: bool) -> str:
         align = "" if self.align == "start" else named_align(self.align, True)

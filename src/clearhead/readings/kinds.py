@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,11 +121,19 @@ class Rows(SumReading, splits_grad=True):
         return sizes.batch * sizes.head * len(self.queries) * sizes.source * itemsize
 
 
-class TopKValue(NamedTuple):
-    """The value of `TopK`: the largest weights of each query and the sources that have them."""
-
+class _Top(NamedTuple):
     weights: Tensor  # (*batch, head, query, k)
     sources: Tensor  # the same, int64
+
+
+class TopKValue(_Top):
+    """The value of `TopK`: the largest weights of each query and the sources that have them."""
+
+    __slots__ = ()
+
+    def __new__(cls, *parts: Any, **named: Any) -> TopKValue:
+        # A subclass of Tensor makes the results of its functions anew, from one iterable.
+        return super().__new__(cls, *(parts if named or len(parts) != 1 else parts[0]), **named)
 
 
 class TopK(PerQueryReading, splits_grad=True):

@@ -18,11 +18,19 @@ from clearhead.readings.strip import Strip
 __all__ = ["BlockMap", "BlockMapValue", "Overlap"]
 
 
-class BlockMapValue(NamedTuple):
-    """The value of `BlockMap`: mean and largest weight of every tile."""
-
+class _Tiles(NamedTuple):
     mean: Tensor  # (*batch, head, cells, cells)
     max: Tensor  # the same
+
+
+class BlockMapValue(_Tiles):
+    """The value of `BlockMap`: mean and largest weight of every tile."""
+
+    __slots__ = ()
+
+    def __new__(cls, *parts: Any, **named: Any) -> BlockMapValue:
+        # A subclass of Tensor makes the results of its functions anew, from one iterable.
+        return super().__new__(cls, *(parts if named or len(parts) != 1 else parts[0]), **named)
 
 
 class BlockMap(Reading, splits_grad=True):

@@ -59,3 +59,9 @@ class Request:
         """Give the requested heads that a call has."""
         wanted = range(total) if self.heads is None else self.heads
         return [head for head in wanted if -total <= head < total]
+
+    def queries_of(self, total: int) -> Numbers:
+        """Give the requested queries that a call has; None is all."""
+        if self.queries is None:
+            return None
+        return tuple(query for query in self.queries if -total <= query < total)

@@ -62,6 +62,7 @@ class Watcher(Handler):
         self.known: dict[int, str] = {}
         self.head_counts: dict[int, int] = {}
         self.call_counts: dict[int, int] = {}
+        self._most_queries = 0
         self._outer = active_handlers(model)
         self._made: list[Any] | None = None
         self._run: Stitcher | None = None
@@ -118,9 +119,10 @@ class Watcher(Handler):
             self._after(plain_call(call), plain(context))
 
     def _after(self, call: Call, context: Tensor) -> None:
-        self._note_slices(call)
+        whole = call
         call, edited = self._remaining(call)
         check = self._check(call, context, edited)
+        self._note_slices(whole)
         if self._run is not None:
             self._run.add(call, check, self.modules.runs(self._run.module))
         elif self.request.waits:
@@ -272,12 +274,14 @@ class Watcher(Handler):
     def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
         """Read a call, and append its record to `seen` or pass it to `on_call`."""
         chosen = self.request.heads_of(call.sizes.head)
-        if not chosen or not self.request.holds_call(call):
+        queries = self.request.queries_of(call.sizes.query)
+        self._most_queries = max(self._most_queries, call.sizes.query)
+        if not chosen or queries == () or not self.request.holds_call(call):
             return
         part = call if self.request.heads is None else call.with_heads(chosen)
         values, self._made = self._made, None
         if values is None:
-            values = read_call(part, self.request.read, self.request.queries)
+            values = read_call(part, self.request.read, queries)
         value = _detached(values[0] if self.request.single else tuple(values))
         if self.on_call is None:
             self.seen._records.append(self._record(call, packed.pack(value), check, prompt))
@@ -302,7 +306,7 @@ class Watcher(Handler):
             check=check,
             how=call.how,
             heads=tuple(head % total for head in self.request.heads_of(total)),
-            queries=self.request.queries,
+            queries=self.request.queries_of(call.sizes.query),
             sizes=call.sizes,
             prompt=prompt,
             source_heads=call.source_heads,
@@ -336,6 +340,9 @@ class Watcher(Handler):
         _check_seen("layers", self.request.layers, range(-total, total), ", ".join(layers))
         most = max(self.head_counts.values())
         _check_seen("heads", self.request.heads, range(-most, most), f"0..{most - 1}")
+        if most := self._most_queries:
+            there = range(-most, most)
+            _check_seen("queries", self.request.queries, there, f"0..{most - 1}, or from -{most}")
         times = max(self.call_counts.values(), default=0)
         _check_seen("calls", self.request.calls, range(times), f"0..{times - 1}")
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from clearhead._capture.axes.layout import AxisLayout, Factor, fresh
+from clearhead._capture.axes.joins import appended, joined
+from clearhead._capture.axes.layout import REPEATED, AxisLayout, Factor, fresh
 from clearhead._capture.axes.marks import Marks
 
 __all__ = ["REORDERS", "Layouts"]
@@ -103,7 +104,11 @@ class Layouts:
             return self._join(func, args, kwargs, out)
         if func in _RULES:
             source = self._begun(args[0]) if args else None
-            return source and _applied(_RULES[func], source, (args[1:], kwargs), out)
+            given = (args[1:], kwargs) if func not in _INDEXED else _without_indices(args, kwargs)
+            return source and _applied(_RULES[func], source, given, out)
+        if func is torch.einsum and len(args) == 2 and isinstance(args[0], str):
+            source = self._begun(args[1])
+            return source and _applied(_einsum, source, (args[:1], kwargs), out)
         if isinstance(out, Tensor) and func not in REORDERS and out.is_floating_point():
             return self._alike(args, out)
         return None
@@ -132,7 +137,7 @@ class Layouts:
         steps: list[Inferred | None] = [self._marks.step(x) for x in given]
         if not isinstance(out, Tensor) or not any(steps):
             return None
-        return Inferred(_joined, steps, (at % out.ndim, func is torch.stack), out.shape)
+        return Inferred(joined, steps, (at % out.ndim, func is torch.stack), out.shape)
 
 
 def _applied(
@@ -144,45 +149,19 @@ def _applied(
     return [Inferred(_item, every, (index,), x.shape) for index, x in enumerate(out)]
 
 
+def _without_indices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Give the arguments without tensors and lists, which a step must not keep alive."""
+    return tuple(map(_bare, args[1:])), {name: _bare(x) for name, x in kwargs.items()}
+
+
+def _bare(given: Any) -> Any:
+    if isinstance(given, tuple):
+        return tuple(map(_bare, given))
+    return [] if isinstance(given, (Tensor, list)) else given
+
+
 def _item(layouts: list[AxisLayout], index: int, shape: Any) -> AxisLayout:
     return layouts[index]
-
-
-def _joined(
-    known: list[AxisLayout | None], at: int, stacked: bool, shape: Sequence[int]
-) -> AxisLayout | None:
-    """Follow `cat` and `stack`: slices that lie side by side are whole again."""
-    layouts = [layout for layout in known if layout is not None]
-    if not layouts:
-        return None
-    axis = _side_by_side(layouts, at, stacked) if len(layouts) == len(known) else None
-    first, size = layouts[0], shape[at]
-    if stacked:
-        first = replace(first, axes=(*first.axes[:at], (), *first.axes[at:]))
-    if axis is not None:
-        first = replace(first, selected=first.selected[:-1]) if axis[1] else first
-        axis = (axis[0], *first.axes[at]) if axis[1] else (axis[0],)
-    other = (Factor("w" if at == len(shape) - 1 else "joined", size),) if size > 1 else ()
-    return first.with_axis(at, axis or other)
-
-
-def _side_by_side(layouts: list[AxisLayout], at: int, stacked: bool) -> tuple[Factor, bool] | None:
-    """Give the factor that slices make together, and whether its indices had been selected."""
-    first = layouts[0]
-    if all(x.selected for x in layouts) and all(x.axes == first.axes for x in layouts):
-        slices, selected = [x.selected[-1] for x in layouts], True
-    elif not stacked and all(len(x.axes[at]) == 1 for x in layouts):
-        slices, selected = [x.axes[at][0] for x in layouts], False
-    else:
-        return None
-    whole = slices[0]
-    for other in slices[1:]:
-        if (other.name, other.whole) != (whole.name, whole.whole) or other.parts != whole.parts:
-            return None
-        if other.start != whole.start + whole.size or not other.sliced:
-            return None
-        whole = replace(whole, size=whole.size + other.size)
-    return whole, selected
 
 
 def _reshape(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout | None:
@@ -192,6 +171,14 @@ def _reshape(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -
 def _permute(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout:
     order = kwargs.get("dims", args[0] if args and not isinstance(args[0], int) else args)
     return layout.reordered([at % len(layout.axes) for at in order])
+
+
+def _einsum(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout | None:
+    """Follow an einsum of one operand that gives its axes another order."""
+    given, _, wanted = args[0].replace(" ", "").partition("->")
+    if sorted(given) != sorted(wanted) or len({*given}) != len(layout.axes):
+        return None
+    return layout.reordered([given.index(letter) for letter in wanted])
 
 
 def _transpose(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout:
@@ -222,14 +209,14 @@ def _expand(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) ->
     known = (1,) * more + layout.shape
     for at, (size, now) in enumerate(zip(known, shape, strict=True)):
         if size != now:
-            axes[at] = (Factor("repeated", now),)
+            axes[at] = (Factor(REPEATED, now),)
     return replace(layout, axes=tuple(axes))
 
 
 def _getitem(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout | None:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if any(not isinstance(x, (int, slice, type(None), type(Ellipsis))) for x in index):
-        return None
+        return _picked(layout, index, shape)
     used = sum(x is not None and x is not Ellipsis for x in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
@@ -244,11 +231,50 @@ def _getitem(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -
             continue
         else:
             start, stop, step = one.indices(layout.shape[at])  # pyright: ignore[reportAttributeAccessIssue]
-            if step != 1:
+            mixed = layout.mixed(at, len(range(start, stop, step))) if step != 1 else layout
+            if mixed is None:
                 return None
-            layout = layout.sliced(at, start, stop - start)
+            layout = mixed if step != 1 else layout.sliced(at, start, stop - start)
         at += 1
     return layout
+
+
+def _picked(layout: AxisLayout, index: Any, shape: Sequence[int]) -> AxisLayout | None:
+    """Follow an index of one list or tensor, where all of the other axes stay."""
+    plain = [isinstance(x, slice) and x == slice(None) for x in index]
+    dots = next((at for at, x in enumerate(index) if x is Ellipsis), len(index))
+    at = next(at for at, x in enumerate(index) if not plain[at] and x is not Ellipsis)
+    if len(shape) != len(layout.axes) or sum(plain) + (dots < len(index)) + 1 != len(index):
+        return None
+    at = at if at < dots else at - len(index) + len(shape)
+    return layout.mixed(at, shape[at])
+
+
+def _reordered(named: str, first: int) -> Callable[..., AxisLayout | None]:
+    """Make the rule of a function whose argument of that name and place tells axes."""
+
+    def rule(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout | None:
+        given = kwargs[named] if named in kwargs else args[first]
+        several = args[first:] if isinstance(given, int) and named == "dims" else given
+        for at in [several] if isinstance(several, int) else several:
+            mixed = layout.mixed(at % len(shape), shape[at])
+            if mixed is None:
+                return None
+            layout = mixed
+        return layout
+
+    return rule
+
+
+def _pad(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout | None:
+    """Follow padding behind the positions alone."""
+    given = kwargs["pad"] if "pad" in kwargs else args[0]
+    widths = [tuple(given[at : at + 2]) for at in range(0, len(given), 2)]
+    padded = [at for at, pair in enumerate(widths) if pair != (0, 0)]
+    if len(padded) != 1 or padded == [0] or widths[padded[0]][0]:
+        return None
+    at = len(shape) - 1 - padded[0]
+    return layout.with_axis(at, (appended(layout.axes[at], shape[at]),))
 
 
 def _select(layout: AxisLayout, args: Any, kwargs: Any, shape: Sequence[int]) -> AxisLayout:
@@ -300,6 +326,13 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_both("narrow"), _narrow),
     **dict.fromkeys(_both("split", "chunk", "tensor_split", "split_with_sizes"), _split),
     **dict.fromkeys(_both("unbind"), _unbind),
+    F.pad: _pad,
+    **dict.fromkeys(_both("flip"), _reordered("dims", 0)),
+    **dict.fromkeys(_both("roll"), _reordered("dims", 1)),
+    **dict.fromkeys(_both("index_select", "gather"), _reordered("dim", 0)),
+    **dict.fromkeys(_both("take_along_dim"), _reordered("dim", 1)),
 }
+# What takes indices, of which no rule reads the numbers.
+_INDEXED = {torch.Tensor.__getitem__, *_both("index_select", "gather", "take_along_dim")}
 # The shape stays, and the order does not.
 REORDERS = _both("flip", "roll", "index_select", "gather", "take_along_dim", "sort", "flipud")

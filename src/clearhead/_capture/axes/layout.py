@@ -10,10 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Axis", "AxisLayout", "Factor", "fresh"]
+__all__ = ["REPEATED", "Axis", "AxisLayout", "Factor", "fresh"]
 
 # The name of the last axis of a projection; those of its pieces begin with it, in their order.
 WIDTH = "w"
+# The name of an axis that was expanded.
+REPEATED = "repeated"
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Factor:
     start: int = 0
     whole: int = 0  # how many there are where this is a slice; else the size
     parts: tuple[Factor, ...] = ()  # of a slice that runs over several factors
+    mixed: bool = False  # whether it has another order, or gaps
+    own: int = 0  # how many positions it begins with, where others were appended
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", self.whole or self.size)
@@ -49,12 +53,17 @@ class Factor:
         """Take it for all there is."""
         return replace(self, start=0, whole=self.size)
 
+    def complete_with(self, count: int) -> tuple[Factor, Factor]:
+        """Give the factors of `count` equal slices, of which this is the first, and of one."""
+        return Factor(self.name + "0", count), Factor(self.name + "1", self.size)
+
     def divided(self, outer: int, inner: int) -> tuple[Factor, Factor] | None:
         """Divide an axis into two; None where a slice does not divide."""
         if self.parts or self.start % inner or self.whole % inner:
             return None
-        large = Factor(self.name + "0", outer, self.start // inner, self.whole // inner)
-        return large, Factor(self.name + "1", inner)
+        start, whole = self.start // inner, self.whole // inner
+        large = Factor(self.name + "0", outer, start, whole, mixed=self.mixed)
+        return large, Factor(self.name + "1", inner, mixed=self.mixed)
 
 
 Axis = tuple[Factor, ...]
@@ -71,6 +80,11 @@ class AxisLayout:
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
         return tuple(math.prod(factor.size for factor in axis) for axis in self.axes)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it is the same for all entries of an axis."""
+        return any(factor.name == REPEATED for axis in self.axes for factor in axis)
 
     def reordered(self, order: Sequence[int]) -> AxisLayout:
         """Give the axes another order."""
@@ -98,6 +112,13 @@ class AxisLayout:
         taken = self.sliced(at, index, 1)
         axes = taken.axes[:at] + taken.axes[at + 1 :]
         return AxisLayout(axes, taken.selected + taken.axes[at])
+
+    def mixed(self, at: int, size: int) -> AxisLayout | None:
+        """Take some of an axis in any order; None where the axis is not one axis of positions."""
+        axis = self.axes[at]
+        if len(axis) != 1 or axis[0].of_width or axis[0].parts:
+            return None
+        return self.with_axis(at, (replace(axis[0], size=size, start=0, mixed=True),))
 
     def reshaped(self, shape: Sequence[int]) -> AxisLayout | None:
         """Divide and merge axes; None where factors do not fall on the new axes."""

@@ -46,15 +46,27 @@ class Place:
     query: tuple[int, int] | None = None
     source: tuple[int, int] | None = None
     rows: str = ""  # in words, how its samples and heads are not those of the layer
+    mixed: bool = False  # whether its queries or sources stand in another order, or with gaps
+    turned: bool = False  # whether its axes are not batch and heads, in this order
     flat: bool = False  # whether heads, if there are several, lie in the batch in an unknown order
 
     def note(self, query: int, source: int) -> str:
         """Say how a record of so many queries and sources differs from one of the whole layer."""
         if self.rows:
             return f"{self.rows}: the samples and heads of a record are not those of the layer"
+        if self.mixed:
+            return (
+                "its attention takes queries or sources in another order, or with gaps: "
+                "the positions of a record are not those of the model"
+            )
         if self.query is None:
             return ""
         first, whole = self.query
+        if query == whole and self.source == self.query:
+            return (
+                f"its sources go on after the last query, by {source - query}: the positions of "
+                "masks, which take the last query to stand at the last source, are not its own"
+            )
         if first - (self.source or (0, 0))[0] == source - query:
             return ""  # the last query stands at the last source, as the masks take it
         return (
@@ -98,10 +110,13 @@ def place_of(layout: AxisLayout, lead: Sequence[Axis], query: Axis, source: Axis
     rows += [f for f in layout.selected if f.sliced and f.name not in names]
     words = " and ".join(dict.fromkeys(_words(factor) for factor in rows))
     text = words and f"it computes its attention slice by slice ({words})"
-    at = _slice_of(query, layout.selected)
-    if at is None and not text:
+    if _goes_on(query, source) and not text:
+        return Place((0, source[0].own), (0, source[0].own))
+    mixed = any(factor.mixed for factor in (*query, *source))
+    at = None if mixed else _slice_of(query, layout.selected) or _one_of(query, source, layout)
+    if at is None and not text and not mixed:
         return None
-    return Place(at, _slice_of(source, layout.selected) if at else None, text)
+    return Place(at, _slice_of(source, layout.selected) if at else None, text, mixed)
 
 
 def _words(factor: Factor) -> str:
@@ -111,6 +126,21 @@ def _words(factor: Factor) -> str:
     else:
         kind = "heads" if factor.of_width else "samples"
     return f"{kind} {factor.start} to {factor.start + factor.size - 1} of {factor.whole}"
+
+
+def _goes_on(query: Axis, source: Axis) -> bool:
+    """Whether the sources are those of all queries, and then some that are no positions."""
+    if len(query) != 1 or len(source) != 1 or query[0].sliced or query[0].mixed:
+        return False
+    return source[0].own == query[0].size and not source[0].sliced
+
+
+def _one_of(query: Axis, source: Axis, layout: AxisLayout) -> tuple[int, int] | None:
+    """Give start and whole of a query that was selected from the positions of the sources."""
+    if query or len(source) != 1 or source[0].of_width:
+        return None
+    found = [x for x in layout.selected if x.name == source[0].name and x.sliced and not x.mixed]
+    return (found[0].start, found[0].whole) if len(found) == 1 else None
 
 
 def _slice_of(axis: Axis, selected: Sequence[Factor]) -> tuple[int, int] | None:

@@ -1,0 +1,243 @@
+"""Cuts and records of calls whose axes are not batch, heads and positions as they stand."""
+
+# Slices and assertions say more without a name for every value.
+# pyright: reportOptionalSubscript=false, reportOperatorIssue=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead import masks, readings
+
+B, H, T, D = 2, 3, 7, 4
+MIXES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "handwritten": lambda q, k, v: (q @ k.mT / D**0.5).softmax(-1) @ v,
+    "sdpa": F.scaled_dot_product_attention,
+    "attend": ch.attend,
+}
+Parts = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Several heads, whose call `parts` makes of (batch, head, position, width)."""
+
+    def __init__(self, parts: Parts, mix: str) -> None:
+        super().__init__()
+        self.qkv, self.parts, self.mix = nn.Linear(H * D, 3 * H * D), parts, MIXES[mix]
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        parts = self.qkv(x).chunk(3, -1)
+        return [t.unflatten(-1, (H, D)).transpose(1, 2) for t in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(self.mix, *self.heads(x)).transpose(1, 2).flatten(2)
+
+    def without(self, x: Tensor, edge: tuple[int, int]) -> Tensor:
+        """The output with an edge blocked, by the definition."""
+        q, k, v = self.heads(x)
+        scores = q @ k.mT / D**0.5
+        scores[..., edge[0], edge[1]] = -torch.inf
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def made(parts: Parts, mix: str) -> tuple[Attention, Tensor]:
+    torch.manual_seed(0)
+    return Attention(parts, mix).eval(), torch.randn(B, T, H * D)
+
+
+def one_at_a_time(mix: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([mix(row[:, :, None], k, v) for row in q.unbind(2)], 2)
+
+
+def backwards(mix: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = torch.empty_like(q)
+    for start in (4, 2, 0):
+        out[:, :, start : start + 3] = mix(q[:, :, start : start + 3], k, v)
+    return out
+
+
+def scattered(take: Callable[[Tensor, slice | list[int] | Tensor], Tensor]) -> Parts:
+    def parts(mix: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        for start in (0, 1):
+            out[:, :, start::2] = mix(take(q, slice(start, None, 2)), k, v)
+        return out
+
+    return parts
+
+
+def numbers(at: Any) -> Tensor:
+    return torch.arange(T)[at]
+
+
+OTHER_ORDERS: dict[str, Parts] = {
+    "every second": scattered(lambda x, at: x[:, :, at]),
+    "a list": scattered(lambda x, at: x[:, :, numbers(at).tolist()]),
+    "a tensor": scattered(lambda x, at: x[..., numbers(at), :]),
+    "index_select": scattered(lambda x, at: x.index_select(2, numbers(at))),
+    "gather": scattered(
+        lambda x, at: x.gather(2, numbers(at).view(1, 1, -1, 1).expand(B, H, -1, D))
+    ),
+    "flip": lambda mix, q, k, v: mix(q.flip(2), k.flip(2), v.flip(2)).flip(2),
+    "roll": lambda mix, q, k, v: mix(q.roll(2, 2), k.roll(2, 2), v.roll(2, 2)).roll(-2, 2),
+    "sources alone": lambda mix, q, k, v: mix(q, k.flip((2,)), v.flip((2,))),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+class TestPositions:
+    @pytest.mark.parametrize("edge", [(4, 0), (1, 0), (6, 5), (3, 3)])
+    @pytest.mark.parametrize("parts", [one_at_a_time, backwards])
+    @torch.no_grad()
+    def test_an_edge_is_cut_where_it_is(self, mix, parts, edge):
+        model, x = made(parts, mix)
+        with ch.knockout(model, [edge]):
+            got = model(x)
+        torch.testing.assert_close(got, model.without(x, edge))
+
+    @pytest.mark.parametrize("name", OTHER_ORDERS)
+    @torch.no_grad()
+    def test_another_order_is_noted_and_refused(self, mix, name):
+        model, x = made(OTHER_ORDERS[name], mix)
+        with ch.watch(model, read=readings.Mass(masks.diagonal(1))) as seen:
+            model(x)
+        assert ["another order, or with gaps" in note for note in seen.notes] == [True]
+        with pytest.raises(RuntimeError, match="another order"), ch.knockout(model, [(4, 0)]):
+            model(x)
+
+    @pytest.mark.parametrize("name", OTHER_ORDERS)
+    @torch.no_grad()
+    def test_a_head_can_be_cut_in_any_order(self, mix, name):
+        model, x = made(OTHER_ORDERS[name], mix)
+        plain = model(x)
+        with ch.ablate(model, [(0, 1)]):
+            moved = (model(x) - plain).view(B, T, H, D).abs().amax((1, 3)) > 0
+        assert moved.nonzero().tolist() == [[0, 1], [1, 1]]
+
+    @torch.no_grad()
+    def test_what_is_done_to_the_inputs_moves_no_position(self, mix):
+        """A model may sort its inputs: positions are those of its projections."""
+        model, x = made(lambda mix, q, k, v: mix(q, k, v), mix)
+        outer = nn.Sequential(Flipped(), model)
+        with ch.watch(outer) as seen:
+            outer(x)
+        assert not seen.notes
+
+
+class Flipped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(1)
+
+
+class TestAppendedSources:
+    """Sources that are no positions, behind those of the sequence."""
+
+    @pytest.mark.parametrize("kind", [nn.MultiheadAttention, ch.MultiheadAttention])
+    @pytest.mark.parametrize("options", [(True, False), (False, True), (True, True)])
+    @pytest.mark.parametrize("edge", [(4, 0), (6, 6), (2, 1)])
+    @torch.no_grad()
+    def test_an_edge_is_cut_where_it_is(self, kind, options, edge):
+        torch.manual_seed(0)
+        bias, zero = options
+        layer = kind(8, 2, batch_first=True, add_bias_kv=bias, add_zero_attn=zero).eval()
+        x, blocked = torch.randn(B, T, 8), torch.zeros(T, T, dtype=torch.bool)
+        blocked[edge] = True
+        want = layer(x, x, x, attn_mask=blocked)[0]
+        with ch.knockout(layer, [edge]):
+            got = layer(x, x, x)[0]
+        torch.testing.assert_close(got, want)
+        with ch.watch(layer) as seen:
+            layer(x, x, x)
+        assert seen[0].kind == "self"
+        assert any(f"by {bias + zero}: the positions" in note for note in seen.notes)
+
+    @torch.no_grad()
+    def test_a_cache_is_in_front(self):
+        """Of equal chunks too, the second stands behind the first."""
+        torch.manual_seed(0)
+        layer, x = nn.Linear(8, 24), torch.randn(1, 6, 8)
+        model = Cached(layer)
+        with ch.knockout(model, masks.diagonal(4)):
+            got = torch.cat([model(x[:, :3]), model(x[:, 3:])], 1)
+        q, k, v = layer(x).chunk(3, -1)
+        scores = (q @ k.mT).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
+        scores[:, [4, 5], [0, 1]] = -torch.inf
+        torch.testing.assert_close(got, scores.softmax(-1) @ v)
+
+
+class Cached(nn.Module):
+    def __init__(self, qkv: nn.Linear) -> None:
+        super().__init__()
+        self.qkv, self.past = qkv, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.past is not None:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.past, (k, v), strict=True))
+        self.past = k, v
+        query, source = q.shape[1], k.shape[1]
+        edges = torch.ones(query, source).tril(source - query).bool()
+        return (q @ k.mT).masked_fill(~edges, -torch.inf).softmax(-1) @ v
+
+
+# Heads as slices of the width, joined along the batch or stacked before it.
+FOLDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "cat of split": (
+        lambda x: torch.cat(x.split(D, 2), 0),
+        lambda x: torch.cat(x.chunk(H, 0), 2),
+    ),
+    "cat of slices": (
+        lambda x: torch.cat([x[..., at * D : at * D + D] for at in range(H)]),
+        lambda x: torch.cat(x.chunk(H), -1),
+    ),
+    "stack of chunks": (
+        lambda x: torch.stack(x.chunk(H, -1)),
+        lambda x: torch.cat(x.unbind(), -1),
+    ),
+    "einsum": (
+        lambda x: torch.einsum("bthd->hbtd", x.unflatten(-1, (H, D))).flatten(0, 1),
+        lambda x: torch.cat(x.chunk(H, 0), 2),
+    ),
+}
+
+
+class Folded(nn.Module):
+    def __init__(self, name: str, mix: str) -> None:
+        super().__init__()
+        (self.fold, self.unfold), self.mix = FOLDS[name], MIXES[mix]
+        self.qkv = nn.Linear(H * D, 3 * H * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unfold(self.mix(*(self.fold(t) for t in self.qkv(x).chunk(3, -1))))
+
+
+@pytest.mark.parametrize("name", FOLDS)
+class TestFoldedHeads:
+    @pytest.mark.parametrize("mix", ["handwritten", "sdpa"])
+    @torch.no_grad()
+    def test_batch_and_heads_are_told_apart(self, name, mix):
+        torch.manual_seed(0)
+        model, x = Folded(name, mix), torch.randn(B, T, H * D)
+        q, k, _ = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in model.qkv(x).chunk(3, -1))
+        with ch.watch(model, read=readings.Weights()) as seen:
+            plain = model(x)
+        torch.testing.assert_close(seen[0].value, (q @ k.mT / D**0.5).softmax(-1))
+        assert not seen.notes
+        with ch.ablate(model, [(0, 1)]):
+            moved = (model(x) - plain).view(B, T, H, D).abs().amax((1, 3)) > 0
+        assert moved.nonzero().tolist() == [[0, 1], [1, 1]]
+
+    @torch.no_grad()
+    def test_in_a_call_of_attend_they_are_noted(self, name):
+        model, x = Folded(name, "attend"), torch.randn(B, T, H * D)
+        with ch.watch(model) as seen:
+            model(x)
+        assert ["heads come before the batch" in note for note in seen.notes] == [True]
+        with pytest.raises((RuntimeError, ValueError)), ch.ablate(model, [(0, 1)]):
+            model(x)
