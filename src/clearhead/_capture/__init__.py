@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from clearhead._capture.attach import active_handlers, attached
 from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, plain_call, unmasked
-from clearhead._capture.calling import call_with, watchable
+from clearhead._capture.calling import call_with, nothing_seen, watchable
 from clearhead._capture.describe import from_sdpa
-from clearhead._capture.handler import Handler
+from clearhead._capture.handler import Handler, in_short
 from clearhead._capture.intercept import FusedInterceptor, Interceptor
-from clearhead._capture.modules import Modules, in_short, nothing_seen
+from clearhead._capture.modules import Modules
 from clearhead._capture.provenance import SOFTMAXES
 from clearhead._capture.recompute import (
     call_mask,

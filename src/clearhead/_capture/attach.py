@@ -37,7 +37,9 @@ def attached(
     What is compiled runs eagerly meanwhile; the model's own backend makes the output.
     """
     modules = Modules(watchable(model))
-    modules.on_start, modules.on_end = handler.module_starts, handler.module_ends
+    modules.on_start = handler.module_starts
+    if type(handler).module_ends is not Handler.module_ends:  # what it is told takes time to find
+        modules.on_end = handler.module_ends
     entered = interceptor(handler, modules)
     _patched.enter(entered)
     try:
@@ -114,11 +116,10 @@ def _notifying(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
         known = [x.modules for x in _patched.interceptors if id(self) in x.modules.names]
-        if not known:
-            return own(self, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for modules in known:
-                stack.enter_context(modules.running(self, args, kwargs))
-            return own(self, *args, **kwargs)
+        run = own
+        # The last block is the innermost one.
+        for modules in reversed(known):
+            run = functools.partial(modules.run, run)
+        return run(self, *args, **kwargs)
 
     return _call_impl

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from clearhead._capture.modules import Modules
 from clearhead._core import type_error, value_error
 
-__all__ = ["call_with", "watchable"]
+__all__ = ["call_with", "nothing_seen", "watchable"]
 
 
 def watchable(model: Any) -> Any:
@@ -39,3 +40,17 @@ def call_with(model: Callable[..., Any], inputs: Any) -> Any:
         rule = "are a tensor, a tuple of arguments or a dict of keywords"
         raise type_error("inputs", rule, got=type(inputs).__name__, hint=hint)
     return model(*inputs)
+
+
+def nothing_seen(modules: Modules, notes: list[str], by: str = "watch") -> str:
+    """Say why no attention call may have been seen, in the words of an error."""
+    lines = [f"{by}: no attention call of the model was seen"]
+    lines += [f"  {note}" for note in notes]
+    if modules.elsewhere:
+        lines.append("  the model ran in another thread than the watch")
+        lines.append("  to do: call it in the thread of the with block")
+    elif modules.names and not modules.ran:
+        lines.append("  the model was not called inside the block")
+    elif mixers := modules.mixers():
+        lines.append("  classes that may mix positions without attention: " + ", ".join(mixers))
+    return "\n".join(lines)

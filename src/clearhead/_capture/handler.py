@@ -12,7 +12,7 @@ from clearhead._capture.call import Call
 if TYPE_CHECKING:
     from clearhead._capture.transformers import Loop
 
-__all__ = ["Handler"]
+__all__ = ["Handler", "in_short"]
 
 
 class Handler:
@@ -70,3 +70,8 @@ class Handler:
 
     def loop_ends(self, sequences: Tensor, rows: Tensor | None) -> None:
         """Receive the sequences that a loop made, and for beams the rows that they came from."""
+
+
+def in_short(error: Exception) -> str:
+    """Give the type and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from clearhead._capture.axes import AxisLayout, paired_axes, paired_letters, scored
-from clearhead._capture.handler import Handler
-from clearhead._capture.modules import Sites, in_short
+from clearhead._capture.handler import Handler, in_short
+from clearhead._capture.modules import Sites
 from clearhead._capture.products import (
     Axes,
     ValueProduct,

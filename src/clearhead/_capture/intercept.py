@@ -20,9 +20,9 @@ from clearhead._capture import describe
 from clearhead._capture.axes import Fold, Place, fold_of, parted, place_of, scores_of
 from clearhead._capture.call import Call
 from clearhead._capture.describe import Additive
-from clearhead._capture.handler import Handler
+from clearhead._capture.handler import Handler, in_short
 from clearhead._capture.handwritten import HANDWRITTEN, Handwritten, folding
-from clearhead._capture.modules import Modules, Sites, in_short
+from clearhead._capture.modules import Modules, Sites
 from clearhead._capture.provenance import Origin, Provenance
 from clearhead._capture.transformers import ungrouped
 from clearhead._core import has_values, is_refusal, unobserved
