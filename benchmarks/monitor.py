@@ -218,6 +218,10 @@ def main() -> None:
                 print(line(row), flush=True)
                 rows.append(row)
     if arguments.write:
+        before = json.loads(RESULT.read_text("utf-8")) if RESULT.exists() else None
+        if before and before["facts"]["commit"] == facts["commit"]:
+            # Rows of other models that were measured at the same commit stay.
+            rows = [x for x in before["rows"] if x["model"] not in arguments.models] + rows
         table.write(RESULT, json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
         about = ", ".join(f"{name} {fact}" for name, fact in facts.items())
         page.place(PAGE, "\n".join([f"Measured on: {about}.", "", HEAD, *map(line, rows)]))
@@ -276,11 +280,10 @@ def error_of(way: Any, training: Training) -> list[float | None]:
 
 
 def child(kind: str, length: int, way: str, threads: int) -> float:
-    """The peak of a process of its own, in MB: the lower one of two."""
+    """The peak of a process of its own, in MB."""
     command = [sys.executable, __file__, "--child", kind, str(length), way]
     command += ["--threads", str(threads)]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
-    return min(float(run.stdout) for run in runs)
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def peak_of(kind: str, length: int, name: str) -> float:

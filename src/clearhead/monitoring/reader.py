@@ -120,7 +120,7 @@ class Follower(Handler):
         self._eager |= not isinstance(call, FusedCall)
         if self._fused:
             kind = self._kinds.get((call.module, call.call), "self")
-            call = replace(call, kind=kind)
+            call = call if kind == call.kind else replace(call, kind=kind)
         self._kinds[call.module, call.call] = call.kind
         made, self._made = self._made, None
         if not self._wanted(call):
