@@ -1,5 +1,8 @@
 """monitor(): every number against its plain definition on the full weights, and what a step is."""
 
+# Lists of tensors are spread over arguments of other types too.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportUnusedExpression=false
 from __future__ import annotations
 
 import copy

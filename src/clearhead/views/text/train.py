@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
@@ -57,7 +57,7 @@ def _bar(
     columns = (MofNCompleteColumn(), BarColumn(), TextColumn(words), TimeLeft())
     with Progress(*columns, console=console) as bar:
         steps, done = training.settings.steps, training.step
-        fields = {"loss": "...", "validation": "...", "heads": ""}
+        fields: dict[str, Any] = {"loss": "...", "validation": "...", "heads": ""}
         task = bar.add_task("train", total=steps, completed=done, **fields)
 
         def show(step: Step) -> None:

@@ -33,6 +33,7 @@ class ReadingGrads:
     def add(self, reading: Reading, value: Any, grad: Any) -> None:
         """Add the gradient of one reading; `value` may be None where the kind does not need it."""
         kind = KINDS[type(reading)].grad
+        assert kind is not None
         if kind not in self.kinds:
             self.kinds[kind] = kind(self.inputs, self.lse, self.terms)
         self.kinds[kind].add(reading, value, grad)
