@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -237,9 +237,7 @@ class Modules:
         return not learning
 
     @contextlib.contextmanager
-    def running(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[None]:
+    def running(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Keep a module on the stack while the block runs; note one that runs in another thread."""
         before, done = self._enter(module, args, kwargs), False
         try:
