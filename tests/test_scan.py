@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -562,3 +563,118 @@ def test_scan_changes_nothing_in_the_model(corpus: Path, tmp_path: Path) -> None
     before = model(tokens)
     heads.measure(model, tokens)
     assert torch.equal(model(tokens), before)
+
+
+# Shards: any number of them gives the table of one process.
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_shards_merge_to_the_table_of_one_process(
+    corpus: Path, tmp_path: Path, monkeypatch: Any, shards: int
+) -> None:
+    # Windows of two sequences: five shards of seven have one or none.
+    monkeypatch.setattr("clearhead.heads.corpus.job.WINDOW", 2)
+    corpus.write_text("\n".join(LINES[:5]), encoding="utf-8")
+    assert scan(corpus, "--out", tmp_path / "whole") == 0
+    files = [tmp_path / f"{k}" for k in range(shards)]
+    for k, file in enumerate(files):
+        more = ["--shard", f"{k + 1}/{shards}", "--batch", k + 1]
+        assert scan(corpus, "--out", file, *more) == 0
+    merged = tmp_path / "merged"
+    assert cli.main(["heads", "--merge", *map(str, files[::-1]), "--out", str(merged)]) == 0
+    assert merged.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_shard_goes_on_after_a_stop(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("clearhead.heads.corpus.job.WINDOW", 2)
+    arguments = [corpus, "--shard", "2/2", "--batch", 1]
+    assert scan(*arguments, "--out", tmp_path / "whole") == 0
+    read, reads = heads.Survey.read, []
+
+    def stopping(self: Any, batch: Any) -> Any:
+        reads.append(batch)
+        if len(reads) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return read(self, batch)
+
+    monkeypatch.setattr(heads.Survey, "read", stopping)
+    out = tmp_path / "out"
+    assert scan(*arguments, "--out", out) == 130
+    assert not out.exists()
+    assert scan(corpus, "--shard", "1/2", "--out", out, "--resume") == 2
+    assert scan(*arguments, "--out", out, "--resume") == 0
+    assert out.read_bytes() == (tmp_path / "whole").read_bytes()
+    # A finished shard is left as it is, and no other takes its place.
+    assert scan(*arguments, "--out", out, "--resume") == 0
+    assert scan(corpus, "--shard", "1/2", "--out", out, "--resume") == 2
+
+
+def test_shards_that_are_not_of_one_scan_are_refused(
+    corpus: Path, tmp_path: Path, capsys: Any
+) -> None:
+    one, two, other, whole = (tmp_path / name for name in ("one", "two", "other", "whole"))
+    assert scan(corpus, "--out", one, "--shard", "1/2") == 0
+    assert scan(corpus, "--out", two, "--shard", "2/2") == 0
+    assert scan(corpus, "--out", other, "--shard", "2/2", "--length", 9) == 0
+    assert scan(corpus, "--out", whole) == 0
+    for files, text in (
+        ([one], "needs every shard; got 1 of 2, without 2/2"),
+        ([one, two, two], "takes each shard once; got shard 2/2 twice"),
+        ([one, other], "takes the shards of one scan; got length is 128 in"),
+        ([one, whole], "as a shard of this version"),
+        ([one, tmp_path / "none"], "is a file for each shard"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["heads", "--merge", *map(str, files)]) == 2
+        assert text in capsys.readouterr().err.replace("\n", " ")
+    damaged = one.read_bytes()
+    one.write_bytes(damaged[: len(damaged) // 2])
+    assert cli.main(["heads", "--merge", str(one), str(two)]) == 2
+    assert cli.main(["heads", str(two)]) == 2
+    for shard in ("0/2", "3/2", "1", "a/b"):
+        assert scan(corpus, "--out", tmp_path / "x", "--shard", shard) == 2
+    assert scan(corpus, "--out", tmp_path / "x", "--shard", "1/2", "--per-document") == 2
+    assert not (tmp_path / "x").exists()
+
+
+def torchrun(port: int, node: int, *arguments: object) -> subprocess.Popen[str]:
+    """One of two nodes of a torchrun, on a loopback address of its own."""
+    options = [
+        "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=scan", "--max-restarts=2",
+        f"--local-addr=127.0.0.{node + 1}",
+    ]  # fmt: skip
+    line = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "clearhead", "scan"]
+    return subprocess.Popen(
+        [*line, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_torchrun_scans_on_two_nodes_and_survives_the_loss_of_a_worker(
+    corpus: Path, tmp_path: Path
+) -> None:
+    many = tmp_path / "many.txt"
+    # Two windows, of 2,048 sequences and of the rest.
+    many.write_text("\n".join(LINES[i % 8][:4] for i in range(4000)), encoding="utf-8")
+    assert scan(many, "--out", tmp_path / "whole") == 0
+    out = tmp_path / "out"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [torchrun(port, node, many, "--out", out, "--every", 0) for node in (0, 1)]
+    # A worker is killed once it has a checkpoint.
+    partial = [tmp_path / f"out.shard-{k}-of-2.partial" / "state.safetensors" for k in (1, 2)]
+    end = time.monotonic() + 60
+    while not any(path.exists() for path in partial) and time.monotonic() < end:
+        time.sleep(0.05)
+    (worker,) = [int(x) for x in children(nodes[0].pid)]
+    os.kill(worker, signal.SIGKILL)
+    ends = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ends
+    assert "resumed after" in ends[0][1] + ends[1][1]
+    assert out.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not list(tmp_path.glob("out.*"))
+
+
+def children(process: int) -> list[str]:
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from clearhead._core import value_error
@@ -15,7 +16,16 @@ HELP = "print which heads are sinks, previous-token, induction or redundant"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `clearhead heads`."""
-    parser.add_argument("file", metavar="FILE", help="a table that `clearhead scan` wrote")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="a table that `clearhead scan` wrote"
+    )
+    parser.add_argument(
+        "--merge",
+        metavar="SHARD",
+        nargs="+",
+        help="the files of all shards that `clearhead scan --shard K/N` wrote, in place of FILE",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the merged table")
     parser.add_argument(
         "--threshold",
         type=float,
@@ -43,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", metavar="FILE", help="labels of RECORD's positions, a JSON list"
     )
-    parser.add_argument("--force", action="store_true", help="overwrite a page that exists")
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite a page or a table that exists"
+    )
     examples(
         parser, "clearhead scan page.txt --out page.heads && clearhead heads page.heads",
         "clearhead heads page.heads --threshold 0.3 --top 20",
+        "clearhead heads --merge corpus.1 corpus.2 corpus.3 --out corpus.heads",
         "clearhead heads page.heads --html atlas.html --record page.seen",
     )  # fmt: skip
 
@@ -66,10 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise value_error(f"--{name}", f"belongs to --{needs}", hint=f"add --{needs} FILE")
     page = None if arguments.html is None else new_file("--html", arguments.html, arguments.force)
     from clearhead.heads import atlas, cut_calls
-    from clearhead.heads.corpus import read
     from clearhead.views import document, render_atlas
 
-    about, table = read(Path(arguments.file).expanduser())
+    about, table = _table(arguments)
     found = {"about": about, **atlas(table, threshold=arguments.threshold, alike=arguments.alike)}
     found["cuts"] = cut_calls(about, found, arguments.top)
     if arguments.json:
@@ -79,6 +91,28 @@ def run(arguments: argparse.Namespace) -> int:
     if page is not None:
         _write(arguments, about, table, page)
     return 0
+
+
+def _table(arguments: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Read the table, or merge the shards into one."""
+    from clearhead.heads.corpus import merge, read
+
+    if (arguments.file is None) == (arguments.merge is None):
+        hint = "clearhead heads FILE, or clearhead heads --merge SHARD ..."
+        raise value_error("FILE", "is a table, or --merge has shards: one of both", hint=hint)
+    if arguments.merge is None:
+        if arguments.out is not None:
+            raise value_error("--out", "belongs to --merge", hint="add --merge SHARD ...")
+        return read(Path(arguments.file).expanduser())
+    shards = [Path(shard).expanduser() for shard in arguments.merge]
+    if arguments.out is None:
+        with TemporaryDirectory() as home:
+            merge(shards, Path(home) / "table")
+            return read(Path(home) / "table")
+    target = new_file("--out", arguments.out, arguments.force)
+    merge(shards, target)
+    print(f"Wrote {target}", file=sys.stderr if arguments.json else None)
+    return read(target)
 
 
 def _write(arguments: argparse.Namespace, about: dict[str, Any], table: Any, page: Path) -> None:

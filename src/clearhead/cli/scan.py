@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--per-document", action="store_true", help="one row for each record, instead of for all"
     )
+    parser.add_argument(
+        "--shard",
+        metavar="K/N",
+        help="count every Nth part of the corpus only; `clearhead heads --merge` joins all N files",
+    )
     going = parser.add_mutually_exclusive_group()
     going.add_argument("--resume", action="store_true", help="go on where a scan was stopped")
     going.add_argument("--force", action="store_true", help="write over FILE, start over")
@@ -70,20 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clearhead scan page.txt --out page.heads",
         "clearhead scan corpus.jsonl --model openai-community/gpt2 --out corpus.heads",
         "clearhead scan corpus.jsonl --out corpus.heads --resume",
+        "clearhead scan corpus.jsonl --shard 3/16 --out corpus.3",
+        "torchrun --nproc-per-node 4 -m clearhead scan corpus.jsonl --out corpus.heads",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Scan, and say what was written; 130 where it was stopped."""
-    from clearhead.heads.corpus import (
-        Checkpoint,
-        Corpus,
-        check_numbers,
-        check_target,
-        check_unfinished,
-        check_use,
-        parquet,
-    )
+    from clearhead.cli import ranks
+    from clearhead.heads.corpus import check_numbers, check_target, parquet
 
     path, model = Path(arguments.corpus).expanduser(), arguments.model
     check_numbers(vars(arguments))
@@ -91,17 +91,35 @@ def run(arguments: argparse.Namespace) -> int:
         target = link_target(Path(arguments.out).expanduser())
     check_target(target, path, None if model is None else Path(model).expanduser())
     parquet()
-    field, by = arguments.field, arguments.by
+    if (rank := ranks.of_torchrun()) is not None:
+        return ranks.scan(arguments, target, rank, scan_to)
+    return scan_to(arguments, target)
+
+
+def scan_to(arguments: argparse.Namespace, target: Path) -> int:
+    """Scan the corpus, or one shard of it, into a file."""
+    from clearhead.heads.corpus import Checkpoint, Corpus, check_unfinished, check_use
+
+    path, field, by = Path(arguments.corpus).expanduser(), arguments.field, arguments.by
     corpus = Corpus(path, format=arguments.format, by=by or "line", field=field or "text")
     check_use(corpus, field=field, by=by)
     checkpoint = Checkpoint(target)
     with StopRequests() as stop, checkpoint.held():
+        if arguments.resume and arguments.shard is not None and target.exists():
+            return _finished(_job(arguments, corpus, checkpoint), target)
         check_unfinished(checkpoint, force=arguments.force, resume=arguments.resume)
         return _scan(arguments, _job(arguments, corpus, checkpoint), stop)
 
 
+def _finished(job: Job, target: Path) -> int:
+    """Say that a resumed shard was finished before; raise where the file is another shard's."""
+    job.check_same(target)
+    _say(f"{target} is finished: nothing to resume")
+    return 0
+
+
 def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) -> Job:
-    from clearhead.heads.corpus import make_job
+    from clearhead.heads.corpus import Shard, make_job
     from clearhead.views import open_reader
 
     with named(model="--model"):
@@ -112,10 +130,11 @@ def _job(arguments: argparse.Namespace, corpus: Corpus, checkpoint: Checkpoint) 
         raise value_error("--model", rule, got=reader.name, hint=hint)
     length = arguments.length or min(LENGTH, reader.limit or LENGTH)
     reader.must_fit("--length", length)
+    shard = None if arguments.shard is None else Shard.parse(arguments.shard)
     return make_job(
         reader.model, reader.name, arguments.model, reader.encode, corpus, checkpoint,
         length=length, limit=arguments.limit,
-        per_document=arguments.per_document, every=arguments.every,
+        per_document=arguments.per_document, every=arguments.every, shard=shard,
     )  # fmt: skip
 
 

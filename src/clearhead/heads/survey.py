@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,10 +217,15 @@ class Survey:
 
     def rows(self) -> Iterator[TableRow]:
         """All numbers as one table, also the overlaps ("overlap.3": with head 3)."""
-        for number, layer in enumerate(self.layers):
-            variability = layer.variability()
-            for head in range(layer.heads):
-                yield from _rows(number, layer, head, float(variability[head]))
+        return rows_of(self.layers)
+
+
+def rows_of(layers: Sequence[LayerStatistics]) -> Iterator[TableRow]:
+    """All numbers of the layers of a model as one table."""
+    for number, layer in enumerate(layers):
+        variability = layer.variability()
+        for head in range(layer.heads):
+            yield from _rows(number, layer, head, float(variability[head]))
 
 
 def _fitting(seen: Seen, position: int) -> dict[int, bool]:

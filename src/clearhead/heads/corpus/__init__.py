@@ -13,19 +13,22 @@ from clearhead.heads.corpus.setup import (
     check_use,
     make_job,
 )
-from clearhead.heads.corpus.table import parquet, read
+from clearhead.heads.corpus.shards import Shard
+from clearhead.heads.corpus.table import merge, parquet, read
 
 __all__ = [
     "Checkpoint",
     "Corpus",
     "Job",
     "Sequences",
+    "Shard",
     "Stopped",
     "check_numbers",
     "check_target",
     "check_unfinished",
     "check_use",
     "make_job",
+    "merge",
     "parquet",
     "read",
 ]

@@ -17,7 +17,7 @@ from clearhead.heads.moments import Moments
 __all__ = ["Checkpoint"]
 
 # Of the state: a scan does not resume from another version.
-VERSION = 2
+VERSION = 3
 _FIELDS = ("count", "mean", "spread")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from clearhead._core import StopRequests, value_error
@@ -18,6 +19,7 @@ from clearhead.heads.corpus.sequences import (
     batches,
     windows,
 )
+from clearhead.heads.corpus.shards import Shard, WindowMoments, check_same, windows_in, write_shard
 from clearhead.heads.layer_moments import LayerOutline, Totals
 from clearhead.heads.moments import Moments
 from clearhead.heads.survey import Survey
@@ -45,9 +47,14 @@ class Job:
         *,
         per_document: bool,
         every: float,
+        shard: Shard | None = None,
     ) -> None:
         self.survey, self.sequences, self.checkpoint = survey, sequences, checkpoint
         self.about, self.per_document, self.every = about, per_document, every
+        self.shard = shard
+        # The windows that were counted: the whole of them, or each where this is a shard, so that
+        # any number of shards adds up in the same order.
+        self.window, self.counted = 0, WindowMoments(shard is not None)
         # Where the window starts, how many of its sequences are counted, the share of the corpus.
         self.place, self.done, self.share = ResumePoint(), 0, 0.0
         # Records that the tokenizer refused: before this process started, and before the window.
@@ -58,16 +65,17 @@ class Job:
     def resume(self) -> None:
         """Restore the state of the checkpoint."""
         moments, state = self.checkpoint.load()
-        differ = [name for name in self.about if state["about"].get(name) != self.about[name]]
+        about = self._identity
+        differ = [name for name in about if state["about"].get(name) != about[name]]
         if differ:
             lines = "; ".join(
-                f"{name} was {state['about'].get(name)!r}, now {self.about[name]!r}"
-                for name in differ
+                f"{name} was {state['about'].get(name)!r}, now {about[name]!r}" for name in differ
             )
             hint = "ask for the same scan, or start over with --force"
             raise value_error("--resume", "is another scan", got=lines, hint=hint)
         outlines = [LayerOutline(*outline) for outline in state["layers"]]
         self.survey.totals = Totals(outlines, moments["corpus"])
+        self.window, self.counted.windows = state["window"], windows_in(moments)
         self.survey.sequences, self.survey.tokens = state["sequences"], state["tokens"]
         numbers = state["documents"]
         self.documents = {n: moments["documents"][i] for i, n in enumerate(numbers)}
@@ -75,22 +83,43 @@ class Job:
         self.share, self.unencoded = state["share"], state["unencoded"]
         self.settled = self.unencoded
 
+    def check_same(self, path: Path) -> None:
+        """Refuse a file that another scan or another shard wrote."""
+        assert self.shard is not None
+        check_same(self.about, self.shard, path)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {**self.about, "shard": None if self.shard is None else str(self.shard)}
+
     def run(self, report: Callable[[float, int], None], batch: int, stop: StopRequests) -> None:
         """Read to the end and write the table. Raises `Stopped` on a request to stop."""
         saved = time.monotonic()
         size = WINDOW_OF_DOCUMENTS if self.per_document else WINDOW
         with stop.deferred():
             for window in windows(self.sequences.since(self.place), size):
-                for sequences in batches(window, batch, self.done):
+                for sequences in batches(window, batch, self.done) if self._mine() else ():
                     self._add(sequences)
                     report(self._share(window), self.survey.tokens)
-                    if stop.asked or time.monotonic() - saved >= self.every:
+                    if time.monotonic() - saved >= self.every:
                         self.save()
                         saved = time.monotonic()
                     if stop.asked:
-                        raise Stopped
+                        self._stop()
                 self._end(window)
+                if stop.asked:
+                    self._stop()
             self._finish()
+
+    def _mine(self) -> bool:
+        """Whether the window is counted here, and not by another shard."""
+        return self.shard is None or self.shard.has(self.window)
+
+    def _stop(self) -> None:
+        """Keep what there is; a shard may have counted nothing yet."""
+        if self.survey.totals is not None:
+            self.save()
+        raise Stopped
 
     def _add(self, sequences: list[TokenSequence]) -> None:
         moments = self.survey.read(batch_of(sequences))[: len(sequences)]
@@ -117,6 +146,11 @@ class Job:
     def _end(self, window: list[TokenSequence]) -> None:
         self.place, self.done, self.share = window[-1].after, 0, window[-1].share
         self.settled = self._all_unencoded()
+        totals = self.survey.totals
+        if totals is not None and self._mine():
+            self.counted.add(self.window, totals.moments)
+            self.survey.totals = Totals(totals.outlines)
+        self.window += 1
         finished = sorted(number for number in self.documents if number < self.place.record)
         if finished:
             assert self.survey.totals is not None
@@ -130,15 +164,16 @@ class Job:
         """Write a checkpoint."""
         totals = self.survey.totals
         assert totals is not None
-        moments = {"corpus": totals.moments}
+        moments = {"corpus": totals.moments, **self.counted.named()}
         if self.documents:
             moments["documents"] = Moments.stack(list(self.documents.values()))
         state = {
-            "about": self.about,
+            "about": self._identity,
             "layers": totals.outlines,
             "documents": list(self.documents),
             "place": self.place,
             "done": self.done,
+            "window": self.window,
             "share": self.share,
             "sequences": self.survey.sequences,
             "tokens": self.survey.tokens,
@@ -174,7 +209,7 @@ class Job:
             raise value_error("--out", "cannot be written", got=error, hint=hint) from error
 
     def _finish(self) -> None:
-        if not self.survey.sequences:
+        if not self.survey.sequences and self.shard is None:
             reasons = [f"{n} {reason} ({at})" for reason, (n, at) in self.problems().items()]
             got = "; ".join(reasons) or "nothing but blanks"
             raise value_error("CORPUS", "holds no text that can be used", got=got)
@@ -182,8 +217,13 @@ class Job:
         counts = {"sequences": self.survey.sequences, "tokens": self.survey.tokens}
         about = {**self.about, **counts, "records": self.place.record, "problems": problems}
         target, files = self.checkpoint.target, self.checkpoint.row_files()
+        outlines = [] if self.survey.totals is None else self.survey.totals.outlines
+        if outlines:
+            self.survey.totals = Totals(outlines, self.counted.whole())
         with self._writing():
-            if self.per_document:
+            if self.shard is not None:
+                write_shard(target, self.shard, about, self.window, outlines, self.counted)
+            elif self.per_document:
                 table.gather(target, files, about)
             else:
                 table.write(target, table.of_rows(map(vars, self.survey.rows())), about)

@@ -14,6 +14,7 @@ from clearhead.heads.corpus.checkpoint import Checkpoint
 from clearhead.heads.corpus.corpus import Corpus
 from clearhead.heads.corpus.job import Job
 from clearhead.heads.corpus.sequences import Sequences
+from clearhead.heads.corpus.shards import Shard
 from clearhead.heads.survey import Survey
 
 __all__ = ["check_numbers", "check_target", "check_unfinished", "check_use", "make_job"]
@@ -27,6 +28,11 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     for name in ("length", "batch", "limit"):
         if options[name] is not None and options[name] < 1:
             raise value_error(f"--{name}", "must be at least 1", got=options[name])
+    if options["shard"] is not None:
+        Shard.parse(options["shard"])
+        if options["per_document"]:
+            hint = "scan the documents of each part of the corpus, as files of their own"
+            raise value_error("--shard", "does not go with --per-document", hint=hint)
     if not options["every"] >= 0:
         raise value_error("--every", "must be a number of seconds", got=options["every"])
 
@@ -90,6 +96,7 @@ def make_job(
     limit: int | None,
     per_document: bool,
     every: float,
+    shard: Shard | None = None,
 ) -> Job:
     """Set up a scan of `corpus` with a model and the function that makes token ids of a text.
 
@@ -110,7 +117,10 @@ def make_job(
     }
     _quiet_tokenizers()
     sequences = Sequences(corpus, encode, length, limit)
-    return Job(Survey(model), sequences, checkpoint, about, per_document=per_document, every=every)
+    return Job(
+        Survey(model), sequences, checkpoint, about,
+        per_document=per_document, every=every, shard=shard,
+    )  # fmt: skip
 
 
 def _quiet_tokenizers() -> None:

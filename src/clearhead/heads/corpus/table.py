@@ -11,12 +11,24 @@ import torch
 from torch import Tensor
 
 from clearhead._core import replacing, value_error
+from clearhead.heads.corpus.shards import merged
 from clearhead.heads.corpus.soundness import faults_of
 from clearhead.heads.layer_moments import LayerOutline
 from clearhead.heads.moments import Moments
 from clearhead.heads.statistics import STATISTICS
+from clearhead.heads.survey import rows_of
 
-__all__ = ["SCHEMA", "VERSION", "gather", "of_documents", "of_rows", "parquet", "read", "write"]
+__all__ = [
+    "SCHEMA",
+    "VERSION",
+    "gather",
+    "merge",
+    "of_documents",
+    "of_rows",
+    "parquet",
+    "read",
+    "write",
+]
 
 SCHEMA, VERSION = "clearhead.scan", 1
 
@@ -84,6 +96,12 @@ def write(path: Path, rows: Any, about: Mapping[str, Any]) -> None:
     with replacing(path) as part:
         metadata = _metadata(about, rows.num_rows)
         pyarrow.parquet.write_table(rows.replace_schema_metadata(metadata), part)
+
+
+def merge(paths: Sequence[Path], target: Path) -> None:
+    """Write the table of a scan from the files of its shards: the table that one process writes."""
+    about, totals = merged(paths)
+    write(target, of_rows(map(vars, rows_of(totals.layers))), about)
 
 
 def gather(path: Path, parts: Iterable[Path], about: Mapping[str, Any]) -> None:
