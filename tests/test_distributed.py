@@ -167,6 +167,28 @@ def differing(group: Any, what: str) -> None:
     distributed.attend(q, q, q, mask, scale=2.0 if what == "scale" and last else None, group=group)
 
 
+def refused(group: Any) -> list[str]:
+    """The errors of calls that are not served over ranks."""
+
+    class Named(Tensor):
+        pass
+
+    q, found = torch.zeros(2, 3, 4, requires_grad=True), []
+    calls: list[dict[str, Any]] = [
+        {"query": q.detach().as_subclass(Named)},
+        {"query": q, "read": readings.TopK(1)},
+        {"query": q.detach().bfloat16(), "autocast": True},
+    ]
+    for call in calls:
+        x, cast = call.pop("query"), call.pop("autocast", False)
+        try:
+            with torch.autocast("cpu", enabled=cast):
+                distributed.attend(x, x, x, group=group, **call)
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+    return found
+
+
 def losing(group: Any, what: str, lost: int) -> tuple[str, float]:
     """The error of a rank, and how long it took, where one rank of the group is lost."""
     mine = dist.get_rank() == lost
@@ -349,6 +371,13 @@ def test_a_refusal_of_one_rank_raises_on_all_ranks(ranks: Ranks) -> None:
     assert last.text.startswith("TypeError: query, key, value: are tensors of")
     for failure in others:
         assert failure.text.startswith("RuntimeError: rank 2 refuses its arguments")
+
+
+def test_what_is_not_served_is_refused(ranks: Ranks) -> None:
+    for kind, gradient, cast in answers(ranks.run(refused, 2)):
+        assert kind.startswith("query, key, value: are plain tensors; got Named")
+        assert gradient.startswith("read: has no gradient over ranks, except LogSumExp()")
+        assert cast.startswith("query: is not converted by torch.autocast here")
 
 
 @pytest.mark.parametrize(("what", "lost"), [("late", 2), ("stalls", 3), ("killed", 7)])

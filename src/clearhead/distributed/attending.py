@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from clearhead._core import value_error
+from clearhead._core import type_error, value_error
 from clearhead.attention import (
     check_inputs,
     make_problem,
@@ -26,6 +26,8 @@ from clearhead.masks import Mask
 from clearhead.readings import LogSumExp, Reading
 
 __all__ = ["attend"]
+
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attend(
@@ -53,6 +55,9 @@ def attend(
     Readings with numbers for each query (`LogSumExp`, `Entropy`, `TopK`, `Mass`, ..., and the rows
     of `Weights` and `Scores`) come as this rank's rows. `Rows`, `Received`, `BlockMap` and
     `Overlap` come whole, the same on every rank.
+
+    The ranks compare their arguments first. Of a function in `masks.where` only the name is compared:
+    what it reads has to be the same on all ranks.
 
     The backward pass is another walk round the ring: all ranks run it. The gradients of bias and
     sinks are this rank's part; they add up over the ranks, as those of a parameter do. Readings
@@ -90,7 +95,16 @@ def attend(
 
 def _checked(query: Any, key: Any, value: Any, read: Any) -> tuple[Reading, ...]:
     """Check this rank's tensors; the sizes of the whole are not known yet."""
+    if torch.is_autocast_enabled("cpu"):
+        hint = (
+            "convert query, key and value, and call it under torch.autocast('cpu', enabled=False)"
+        )
+        raise value_error("query", "is not converted by torch.autocast here", hint=hint)
     check_inputs(query, key, value)
+    others = [type(x).__name__ for x in (query, key, value) if type(x) not in PLAIN]
+    if others:
+        hint = "pass this rank's share as a plain tensor; x.to_local() is that of a DTensor"
+        raise type_error("query, key, value", "are plain tensors", got=others[0], hint=hint)
     if not query.is_cpu:
         hint = "move the shares to the CPU; the group has the gloo backend"
         raise value_error("query", "is on the CPU", got=str(query.device), hint=hint)
