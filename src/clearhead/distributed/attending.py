@@ -56,8 +56,8 @@ def attend(
     of `Weights` and `Scores`) come as this rank's rows. `Rows`, `Received`, `BlockMap` and
     `Overlap` come whole, the same on every rank.
 
-    The ranks compare their arguments first. Of a function in `masks.where` only the name is compared:
-    what it reads has to be the same on all ranks.
+    The ranks compare their arguments first. Of a function in `masks.where` only the name is
+    compared: what it reads has to be the same on all ranks.
 
     The backward pass is another walk round the ring: all ranks run it. The gradients of bias and
     sinks are this rank's part; they add up over the ranks, as those of a parameter do. Readings
