@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["label", "labels", "token_bytes", "visible"]
+__all__ = ["label", "labels", "many", "token_bytes", "visible"]
 
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 # Isolates keep a right-to-left label from turning the rest of the line around.
@@ -164,3 +164,12 @@ def visible(text: str) -> str:
 
 def _escaped(text: str) -> str:
     return _STEERING.sub(lambda match: _escape(match[0]), text)
+
+
+def many(number: int, one: str, more: str | None = None) -> str:
+    """Put a number before its word.
+
+    >>> many(1, "query", "queries"), many(2000, "head")
+    ('1 query', '2,000 heads')
+    """
+    return f"{number:,} {one if number == 1 else more or one + 's'}"

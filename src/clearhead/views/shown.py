@@ -16,8 +16,8 @@ from clearhead.views.content.chunks import PageContent
 from clearhead.views.content.maps import MapLayer, layer_of
 from clearhead.views.content.records import RecordContent, check_size
 from clearhead.views.content.statistics import look_untrained
+from clearhead.views.labels import many
 from clearhead.views.page.axes import Axis, CallPlace, axes_of, is_pair
-from clearhead.views.text.words import many
 
 __all__ = ["Shown", "record_from", "shown_of"]
 

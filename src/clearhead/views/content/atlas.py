@@ -12,7 +12,7 @@ from clearhead._core import value_error
 from clearhead.heads import ROLES, Survey, pooled
 from clearhead.views.content.chunks import PageContent
 from clearhead.views.content.statistics import about, table_of
-from clearhead.views.text.words import many
+from clearhead.views.labels import many
 
 __all__ = ["ShownAtlas", "atlas_of_survey", "atlas_of_table"]
 

@@ -12,9 +12,9 @@ from clearhead.masks import Mask, default_sizes, everything
 from clearhead.recording import Record
 from clearhead.views.content.chunks import PageContent
 from clearhead.views.content.reasons import WORDED, reasons_of, worded
+from clearhead.views.labels import many
 from clearhead.views.page import codes
 from clearhead.views.page.axes import Axis, CallPlace, axes_of
-from clearhead.views.text.words import many
 
 __all__ = ["ShownMask", "masks_of", "shown_mask"]
 

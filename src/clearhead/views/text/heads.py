@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clearhead.heads import ROLES
+from clearhead.views.labels import many
 from clearhead.views.terminal import Terminal
-from clearhead.views.text.words import many
 
 __all__ = ["render_atlas"]
 

@@ -7,10 +7,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from clearhead.views.labels import many
 from clearhead.views.terminal import Terminal
 from clearhead.views.text.difference import render_difference, render_without
 from clearhead.views.text.maps import shade, show_map
-from clearhead.views.text.words import many
 
 __all__ = ["render_look"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.text import Text
 
 from clearhead.masks import Map, picture
+from clearhead.views.labels import many
 from clearhead.views.terminal import Terminal
-from clearhead.views.text.words import many
 
 __all__ = ["cells_of_terminal", "render_mask"]
 

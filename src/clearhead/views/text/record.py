@@ -13,11 +13,10 @@ from rich.text import Text
 
 from clearhead._core import value_error
 from clearhead.views.figures import DrawnMap, chosen, colours, map_values
-from clearhead.views.labels import label
+from clearhead.views.labels import label, many
 from clearhead.views.shown import Shown
 from clearhead.views.terminal import Terminal
 from clearhead.views.text.maps import SHADES, shade
-from clearhead.views.text.words import many
 
 __all__ = ["render_record"]
 
