@@ -19,54 +19,39 @@ LENGTH = 256
 INTERRUPTED = 130
 
 
+_NUMBERS = {
+    "length": f"cut records into sequences of at most N tokens ({LENGTH}, or what the model reads)",
+    "batch": "run up to N sequences of one length together; the table is the same (32)",
+    "limit": "read the first N records only",
+}
+_CHOICES = {
+    "format": (("text", "jsonl", "parquet"), "of the corpus (default: by name)"),
+    "by": (("line", "paragraph"), "what a record of a text file is (line)"),
+}
+_NAMES = {
+    "model": ("SPEC", "what clearhead look takes (default: the GPT that is shipped)"),
+    "out": ("FILE", "the table to write"),
+    "field": ("NAME", "the JSON field or Parquet column that is read (text)"),
+    "shard": ("K/N", "count every Nth part of the corpus only; `heads --merge` joins all N files"),
+}
+_FLAGS = {"per-document": "one row for each record, instead of for all"}
+_GOING = {"resume": "go on where a scan was stopped", "force": "write over FILE, start over"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `clearhead scan`."""
     parser.add_argument("corpus", metavar="CORPUS", help="text, JSON lines or Parquet")
-    parser.add_argument(
-        "--model",
-        metavar="SPEC",
-        help="a checkpoint directory, a Hugging Face directory or id, or a GGUF file "
-        "(default: the GPT that is shipped)",
-    )
-    parser.add_argument("--out", metavar="FILE", required=True, help="the table to write")
-    parser.add_argument(
-        "--format", choices=("text", "jsonl", "parquet"), help="of the corpus (default: by name)"
-    )
-    parser.add_argument(
-        "--by",
-        choices=("line", "paragraph"),
-        help="what a record of a text file is (line)",
-    )
-    parser.add_argument(
-        "--field",
-        metavar="NAME",
-        help="the JSON field or Parquet column that is read (text)",
-    )
-    parser.add_argument(
-        "--length",
-        type=int,
-        metavar="N",
-        help=f"cut records into sequences of at most N tokens ({LENGTH}, or what the model reads)",
-    )
-    parser.add_argument(
-        "--batch",
-        type=int,
-        metavar="N",
-        default=32,
-        help="run up to N sequences of one length together; the table is the same (32)",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="read the first N records only")
-    parser.add_argument(
-        "--per-document", action="store_true", help="one row for each record, instead of for all"
-    )
-    parser.add_argument(
-        "--shard",
-        metavar="K/N",
-        help="count every Nth part of the corpus only; `clearhead heads --merge` joins all N files",
-    )
+    for name, (metavar, words) in _NAMES.items():
+        parser.add_argument(f"--{name}", metavar=metavar, required=name == "out", help=words)
+    for name, (choices, words) in _CHOICES.items():
+        parser.add_argument(f"--{name}", choices=choices, help=words)
+    for name, words in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=words)
+    parser.set_defaults(batch=32)
     going = parser.add_mutually_exclusive_group()
-    going.add_argument("--resume", action="store_true", help="go on where a scan was stopped")
-    going.add_argument("--force", action="store_true", help="write over FILE, start over")
+    for group, flags in ((parser, _FLAGS), (going, _GOING)):
+        for name, words in flags.items():
+            group.add_argument(f"--{name}", action="store_true", help=words)
     parser.add_argument(
         "--every", type=float, default=30, metavar="SECONDS", help="between checkpoints (30)"
     )
@@ -82,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Scan, and say what was written; 130 where it was stopped."""
-    from clearhead.cli import ranks
+    from clearhead.distributed import of_torchrun
     from clearhead.heads.corpus import check_numbers, check_target, parquet
 
     path, model = Path(arguments.corpus).expanduser(), arguments.model
@@ -91,9 +76,29 @@ def run(arguments: argparse.Namespace) -> int:
         target = link_target(Path(arguments.out).expanduser())
     check_target(target, path, None if model is None else Path(model).expanduser())
     parquet()
-    if (rank := ranks.of_torchrun()) is not None:
-        return ranks.scan(arguments, target, rank, scan_to)
-    return scan_to(arguments, target)
+    rank = of_torchrun()
+    return scan_to(arguments, target) if rank is None else _scan_shard(arguments, target, rank)
+
+
+def _scan_shard(arguments: argparse.Namespace, target: Path, rank: tuple[int, int]) -> int:
+    """Scan the shard of a process that torchrun started."""
+    from clearhead.distributed import scan_in_shards
+
+    if arguments.shard is not None:
+        hint = "leave it out: torchrun gives each process its shard"
+        raise value_error("--shard", "is for processes that know of no others", hint=hint)
+    if target.exists() and not arguments.force:
+        raise value_error("--out", "exists", got=target, hint="--force writes over it")
+
+    def scan(shard: str, file: Path, again: bool) -> int:
+        own = {**vars(arguments), "shard": shard, "out": str(file)}
+        own |= {"resume": True, "force": False} if again else {}
+        return scan_to(argparse.Namespace(**own), file)
+
+    code = scan_in_shards(target, rank, scan)
+    if code == 0 and rank[0] == 0:
+        print(f"Wrote {Path(arguments.out).expanduser()}", flush=True)
+    return code
 
 
 def scan_to(arguments: argparse.Namespace, target: Path) -> int:

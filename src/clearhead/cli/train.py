@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,10 @@ _FLOATS = (
     ("lr", "RATE", "largest learning rate (0.003)"),
     ("every", "SECONDS", "between checkpoints (30)"),
 )
+_FLAGS = {
+    "force": "overwrite a model in --out",
+    "monitor": "read every head at every step: a line of it is shown, DIR has the history",
+}
 # What the library calls the arguments.
 _OPTIONS = {
     **{name: f"--{name}" for name in (*_NUMBERS, "dropout", "resume", "out")},
@@ -59,12 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, metavar, words in _FLOATS:
         parser.add_argument(f"--{name}", type=float, metavar=metavar, help=words)
     parser.add_argument("--resume", metavar="DIR", help="go on with a training that was stopped")
-    parser.add_argument("--force", action="store_true", help="overwrite a model in --out")
-    parser.add_argument(
-        "--monitor",
-        action="store_true",
-        help="read every head at every step: a line of it is shown, DIR has the history",
-    )
+    for name, words in _FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=words)
     examples(
         parser,
         "clearhead train tale.txt",
@@ -78,7 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, save at every validation and at the end, show a sample."""
     from clearhead.models import training_fits
 
-    with named(**_OPTIONS), training_fits("take a smaller --batch, --length, --width or --layers"):
+    with (
+        named(**_OPTIONS, monitored="--monitor"),
+        training_fits("take a smaller --batch, --length, --width or --layers"),
+    ):
         return _train(arguments)
 
 
@@ -98,7 +100,7 @@ def _train(arguments: argparse.Namespace) -> int:
             out = Path(arguments.out or f"{source.stem}-{training.model.name}").expanduser()
             options = {"overwrite": arguments.force, "source": source}
             held.enter_context(output_directory(out, **options))
-        monitor = held.enter_context(_monitor(training, out)) if arguments.monitor else None
+        monitor = held.enter_context(_monitored(training, out)) if arguments.monitor else None
         with stop.deferred(), train_progress(training, monitor) as show:
             run_and_save(training, out, stop, show, every=arguments.every)
         done = training.step == training.settings.steps
@@ -107,25 +109,12 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0 if done else INTERRUPTED
 
 
-@contextmanager
-def _monitor(training: Training, out: Path) -> Iterator[Monitor]:
-    """Monitor the training, and write the history beside the model, also where it was stopped.
-
-    A run that was resumed has a file of its own, whose name says after which step it begins.
-    """
-    from clearhead.monitoring import monitor
+def _monitored(training: Training, out: Path) -> AbstractContextManager[Monitor]:
+    from clearhead.monitoring import recorded
 
     if training.model.name == "rnn":
         raise value_error("--monitor", "is for gpt and bert: an rnn has no attention")
-    start = training.step
-    left = max(1, training.settings.steps - start)
-    found = monitor(training.model, alarms=False, steps=left)
-    try:
-        yield found
-    finally:
-        found.close()
-        if found.history:
-            found.save(out / (f"monitor-{start}.safetensors" if start else "monitor.safetensors"))
+    return recorded(training.model, out, training.step, training.settings.steps)
 
 
 def _resumed_directory(arguments: argparse.Namespace) -> Path | None:

@@ -13,5 +13,6 @@ from __future__ import annotations
 from clearhead.monitoring.alarms import PATIENCE, THRESHOLDS, Alarm
 from clearhead.monitoring.attaching import Monitor, monitor
 from clearhead.monitoring.statistics import STATISTICS
+from clearhead.monitoring.trainings import recorded
 
-__all__ = ["PATIENCE", "STATISTICS", "THRESHOLDS", "Alarm", "Monitor", "monitor"]
+__all__ = ["PATIENCE", "STATISTICS", "THRESHOLDS", "Alarm", "Monitor", "monitor", "recorded"]
