@@ -114,7 +114,9 @@ def draw_atoms(models: Path) -> None:
     ids = torch.tensor([[vocabulary[token] for token in tokens]])
     with torch.no_grad(), ch.watch(model, read=readings.Weights(), calls=10, heads=5) as seen:
         model(ids)
-    save(ch.figure(seen, tokens=tokens, head=5, title="ALBERT, call 10 of 0 to 11, head 5"), "atoms")
+    save(
+        ch.figure(seen, tokens=tokens, head=5, title="ALBERT, call 10 of 0 to 11, head 5"), "atoms"
+    )
 
 
 def albert(folder: Path) -> tuple[Any, dict[str, int]]:

@@ -502,7 +502,8 @@ class TestChoice:
         long, short = torch.randn(1, 6, 4), torch.randn(1, 3, 4)
 
         def both(x, y):
-            ch.attend(x, x, x), ch.attend(y, y, y)
+            ch.attend(x, x, x)
+            ch.attend(y, y, y)
 
         with ch.watch(both, read=readings.Weights(), queries=[1, 4]) as seen:
             both(long, short)

@@ -79,9 +79,9 @@ struct Problem {
     auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
       return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
     };
-    return equal(out, other.out) && equal(max_score, other.max_score) && equal(received, other.received) && equal(cell_sum, other.cell_sum) &&
-           equal(dq, other.dq) && equal(dk, other.dk) && equal(dv, other.dv) && equal(dbias, other.dbias) &&
-           sources == other.sources;
+    return equal(out, other.out) && equal(max_score, other.max_score) && equal(received, other.received) &&
+           equal(cell_sum, other.cell_sum) && equal(dq, other.dq) && equal(dk, other.dk) && equal(dv, other.dv) &&
+           equal(dbias, other.dbias) && sources == other.sources;
   }
 };
 
