@@ -1,0 +1,1 @@
+"""The options of the commands that have many: what they are, and how help describes them."""
