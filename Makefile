@@ -7,7 +7,7 @@ OLD    ?= .cache/transformers-5.17
 STAMP   = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test real old sanitize fuzz browser check bench checkpoint clean
+.PHONY: help demo test slow real old sanitize fuzz browser check bench checkpoint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -21,8 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## set up, then run `clearhead look hell`
 	$(BIN)/clearhead look hell
 
-test: $(STAMP)  ## set up, then run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## set up, then run the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(STAMP)  ## run the slow tests: ranks, notebooks, pytest inside of pytest
+	$(BIN)/python -m pytest -m slow
 
 real: $(STAMP) $(MODELS)/.fetched  ## download three real models (180 MB), then run the tests on them
 	HF_HUB_OFFLINE=1 CLEARHEAD_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest --override-ini=addopts= tests/real

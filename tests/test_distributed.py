@@ -29,6 +29,7 @@ SPLIT = ("query", "key", "value")
 # Positions, of which most numbers of ranks have uneven shares.
 T = 37
 SMALL = Case("fewer positions than ranks", query=2, mask=masks.causal, formula=lambda i, j: j <= i)
+pytestmark = pytest.mark.slow
 GROUPED = Case(
     "grouped over ranks", head=6, source_head=2, query=T, head_dim=8, value_dim=5,
     mask=lambda: masks.causal() & masks.window(11),

@@ -644,6 +644,7 @@ def of_a_rank(rank: int, home: str, wrap: bool) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 class TestRanks:
     @pytest.mark.parametrize("wrap", [False, True])
     def test_numbers_are_those_of_all_ranks(self, wrap: bool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = "pytester"
+pytestmark = pytest.mark.slow
 
 MODULE = "clearhead.integrations.pytest_plugin"
 INSTALLED = any(

@@ -650,6 +650,7 @@ def torchrun(port: int, node: int, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_torchrun_scans_on_two_nodes_and_survives_the_loss_of_a_worker(
     corpus: Path, tmp_path: Path
 ) -> None:
