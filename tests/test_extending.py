@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 
 import clearhead
+from clearhead.attention.impl.native import kernel
 from tests import layout
 from tests.test_docs import assert_alike, commands
 
+# An editable install finds its own source before the copy.
+FINDERS = """
+import sys
+sys.meta_path[:] = [x for x in sys.meta_path if not type(x).__module__.startswith("_editable")]
+"""
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 SOURCE = Path(clearhead.__file__).parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -68,6 +74,11 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source with every recipe applied."""
     root = tmp_path_factory.mktemp("extended")
     shutil.copytree(SOURCE, root / "clearhead", ignore=shutil.ignore_patterns("__pycache__"))
+    compiled = kernel._native and Path(kernel._native.__file__)
+    if compiled:  # an editable install keeps it elsewhere
+        into = root / "clearhead" / "attention" / "impl" / "native" / compiled.name
+        shutil.copyfile(compiled, into)
+    (root / "sitecustomize.py").write_text(FINDERS)
     made = {title: applied(text, root / "clearhead") for title, text in recipes().items()}
     assert {title for title, names in made.items() if names} == {
         "A reading", "A mask leaf", "An implementation", "A command", "A view",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead import masks, readings
+from clearhead._core import Sizes
 from clearhead.attention.impl.native.call import sparse
 from clearhead.attention.impl.tiled import strips
 from clearhead.attention.problem import Problem
@@ -142,3 +143,16 @@ def test_a_tile_of_listed_edges_is_written_not_tested() -> None:
     mask._at = lambda *given: asked.append(given)  # type: ignore[method-assign]
     assert torch.equal(mask.dense(SIZE, SIZE), by_hand(pairs, SIZE))
     assert not asked
+
+
+def test_a_stored_mask_answers_for_some_queries() -> None:
+    stored = torch.ones(4, 6, dtype=torch.bool).triu()
+    keep = torch.tensor([True, True, True, True, False, False])
+    mask, sizes = ~(masks.keep(keep) & masks.dense(stored)), Sizes(1, 1, 4, 6)
+    for first in range(4):
+        listed = masks.dense(stored).sources(range(first, first + 1), sizes)
+        assert listed is not None
+        assert listed.tolist() == list(range(first, 6))
+        found = mask.sources(range(first, first + 1), sizes)
+        allowed = (~(keep & stored))[first].nonzero().flatten()
+        assert found is None or torch.isin(allowed, found).all()

@@ -261,7 +261,7 @@ class Dense(Mask):
     def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         tensor = self.tensor.to(i.device)
         tensor = tensor.expand(*tensor.shape[:-2], sizes.query, sizes.source)
-        return runs(tensor)
+        return runs(tensor if len(i) == sizes.query else tensor.index_select(-2, i))
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         # Looking for the runs of a whole map costs more than reading it as it is.
