@@ -26,7 +26,9 @@ struct TopList {
         length(!call.top              ? 0
                : call.top > kShortTop ? 1
                                       : kShortTop),
-        capacity(call.top > kShortTop ? min(call.top + max(2 * call.top, 2 * kTile), max(call.source, 1)) : 0),
+        capacity(call.top > kShortTop
+                     ? min(call.top + max(call.top > 2 * kTile ? 2 * call.top : call.top, kTile), max(call.source, 1))
+                     : 0),
         scores(arena.take<float>(length * lanes)),
         sources(arena.take<float>(length * lanes)),
         candidates(arena.take<uint64_t>(capacity * lanes)),
@@ -123,7 +125,7 @@ struct TopList {
       above[s] = Vec::greater(Vec::load(tile + s * lanes), worst);
       found += __builtin_popcountll(above[s]);
     }
-    if (found > n * N / 4) {
+    if (found > n * N / 2) {
       for (int j = 0; j < N; ++j) append_column(tile + j, from, n, lane + j);
       return;
     }

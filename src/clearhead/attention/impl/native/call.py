@@ -28,14 +28,13 @@ SLOTS, COPIES = 64, 1 << 22
 
 
 def sparse(problem: Problem) -> bool:
-    """Whether a mask without ranges has so few edges that only their sources are to be computed.
+    """Whether a mask has so few edges that only their sources are to be computed.
 
     The kernel computes whole tiles; the fallback gathers the sources that some queries may read.
+    Masks that have ranges are not asked, and a stored one is read as it is.
     """
     mask, (*_, query, source) = problem.mask, problem.sizes
     if mask is None or source <= MANY or mask.stored:
-        return False
-    if mask.ranges(query, source, RANGES) is not None:
         return False
     most = query // STRIP * source // FEW
     for first in range(0, query, STRIP):

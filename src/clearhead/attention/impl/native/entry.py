@@ -99,8 +99,6 @@ class Native:
         """Return the context and the values of the readings."""
         if torch.compiler.is_compiling():
             return ops.attend(problem, read, self.reference)
-        if sparse(problem):
-            return self._next(problem, read).attend(problem, read)
         try:
             if not wants_gradient(problem):
                 return self.forward(problem, read)[:2]
@@ -110,6 +108,8 @@ class Native:
                 return found, []
             context, *flat = found
             return context, pytree.tree_unflatten(flat, trees[0])
+        except kernel.Sparse:
+            return self._next(problem, read).attend(problem, read)
         except kernel.OutOfRange:
             # Whether it is raised depends only on the context: looking changes nothing.
             return self._out_of_range(problem, read)
@@ -132,6 +132,8 @@ class Native:
         The context is there if it is to `mix` the values.
         """
         inputs = Inputs(problem)
+        if inputs.ranges is None and sparse(problem):
+            raise kernel.Sparse
         ours = supported(inputs, read) if read else ()
         out, results = forward(inputs, ours, graph, mix=mix) if mix or ours else (None, None)
         shape = problem.query.shape
@@ -147,8 +149,6 @@ class Native:
 
     def attend_part(self, problem: Problem) -> tuple[Tensor, Tensor] | None:
         """The context and the log-sum-exp in float64, or None where the fallback serves it."""
-        if sparse(problem):
-            return None
         try:
             context, _, results = self.forward(problem, (), graph=True)
         except kernel.OutOfRange:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTRACT", "MISSING", "TYPES", "OutOfRange"]
+__all__ = ["CONTRACT", "MISSING", "TYPES", "OutOfRange", "Sparse"]
 
 # As in native/host/kernel.h.
 CONTRACT = 4
@@ -38,3 +38,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 class OutOfRange(ArithmeticError):
     """The numbers of a call are too large for the kernel, or not finite."""
+
+
+class Sparse(OutOfRange):
+    """The mask of a call has so few edges that the fallback serves it."""
