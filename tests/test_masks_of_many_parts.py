@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -111,3 +113,24 @@ def test_deep_around_a_function() -> None:
     both = flat & masks.where(lambda b, h, i, j: (i + j) % 2 == 0)
     rows = torch.arange(SIZE)
     assert torch.equal(both.dense(SIZE), want & ((rows[:, None] + rows) % 2 == 0))
+
+
+@pytest.mark.parametrize("make", [lambda: chain(5000)[0], lambda: shared(40)])
+def test_copies_of_many_parts(make: Any) -> None:
+    """Neither the depth of a mask nor a part that is used again costs more than the parts."""
+    mask = make()
+    written = pickle.dumps(mask)
+    assert len(written) < 2_000_000
+    for again in (copy.deepcopy(mask), pickle.loads(written), copy.copy(mask)):
+        assert again is not mask
+        assert again == mask
+        assert hash(again) == hash(mask)
+        assert torch.equal(again.dense(SIZE), mask.dense(SIZE))
+
+
+def test_copies_share_what_is_shared() -> None:
+    """A part that two masks of a list have is one object afterwards, as before."""
+    leaf = masks.document(torch.arange(SIZE) // 9)
+    one, two = pickle.loads(pickle.dumps([leaf & masks.causal(), leaf - masks.first(1)]))
+    assert one.left is two.left
+    assert torch.equal(two.dense(SIZE), (leaf - masks.first(1)).dense(SIZE))

@@ -89,9 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _audit(arguments: argparse.Namespace) -> Report:
     """Load the model, make the inputs, and ask the question that was named."""
     from clearhead import models
+    from clearhead.dependence import read_ids
     from clearhead.views import open_with_inputs
 
-    ids = _numbers(arguments.documents) if arguments.documents is not None else None
+    documents = arguments.documents
+    ids = None if documents is None else read_ids("--documents", documents)
     with named(model="SPEC", length="--length", text="--text"):
         length = len(ids) if ids else LENGTH if arguments.length is None else arguments.length
         model, inputs, given = open_with_inputs(arguments.spec, arguments.text, length)
@@ -131,11 +133,3 @@ def _check_use(arguments: argparse.Namespace) -> None:
         raise value_error(f"--{given[0]}", rule, got=getattr(arguments, given[0]), hint=hint)
     if arguments.documents is not None and arguments.length is not None:
         note("--length has no use: --documents has a number for each token")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        rule = "must be numbers with commas, 0,0,1,1"
-        raise value_error("--documents", rule, got=repr(text)) from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from clearhead._core import value_error
 from clearhead.dependence.subject import Key
 
-__all__ = ["AuditOptions"]
+__all__ = ["AuditOptions", "read_ids"]
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,12 @@ class AuditOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise value_error(name, "must be a whole number of at least 1", got=repr(value))
+
+
+def read_ids(option: str, text: str) -> list[int]:
+    """Read the document of each position, numbers with commas, from an option of that name."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        rule = "must be numbers with commas, 0,0,1,1"
+        raise value_error(option, rule, got=repr(text)) from None

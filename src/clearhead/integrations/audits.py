@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from clearhead import masks, models
-from clearhead._core import is_refusal, value_error
-from clearhead.dependence import audit
+from clearhead._core import is_refusal
+from clearhead.dependence import audit, read_ids
 from clearhead.views import open_with_inputs
 
 if TYPE_CHECKING:
@@ -68,18 +68,10 @@ def _ask(question: str, model: Any, inputs: Any, edges: Any, ids: list[int]) -> 
 def _ids(model: Any, inputs: Any, documents: str | None) -> list[int] | None:
     """Give the documents of each position; None where nothing tells the model about them."""
     if documents is not None:
-        return _numbers(documents)
+        return read_ids("--clearhead-documents", documents)
     takes = inspect.signature(getattr(model, "forward", model)).parameters
     length = _positions(inputs)
     return [3 * n // length for n in range(length)] if "position_ids" in takes else None
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        rule = "must be numbers with commas, 0,0,1,1"
-        raise value_error("--clearhead-documents", rule, got=repr(text)) from None
 
 
 def _positions(inputs: Any) -> int:

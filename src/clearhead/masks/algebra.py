@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clearhead._core import readable, value_error
+from clearhead._core import value_error
 from clearhead.masks.data import dense
 from clearhead.masks.mask import Mask
 from clearhead.masks.protocol import (
@@ -23,7 +23,7 @@ from clearhead.masks.protocol import (
     by_parts,
     how_many,
 )
-from clearhead.masks.ranges import Interval, complement, intersection, tidy
+from clearhead.masks.ranges import Interval, complement, intersection, other_side, tidy, union
 
 if TYPE_CHECKING:
     from clearhead._core import Sizes
@@ -72,6 +72,34 @@ class Composite(Mask):
     @by_parts
     def __hash__(self) -> int:
         return hash((type(self), *map(hash, self.children)))
+
+    def __reduce__(self) -> Any:
+        # As a list: copy and pickle would go down as deep as it is nested.
+        return _composed, (_flat(self),)
+
+
+def _flat(root: Composite) -> list[Any]:
+    """The distinct parts, parts before wholes; a composite as its type and their numbers."""
+    found: list[Any] = []
+    numbers: dict[int, int] = {}
+    stack: list[tuple[Any, bool]] = [(root, False)]
+    while stack:
+        part, ready = stack.pop()
+        if part.children and not ready and id(part) not in numbers:
+            stack += [(part, True), *((child, False) for child in part.children)]
+        elif id(part) not in numbers:
+            numbers[id(part)] = len(found)
+            inside = tuple(numbers[id(child)] for child in part.children)
+            found.append((type(part), inside) if inside else part)
+    return found
+
+
+def _composed(parts: list[Any]) -> Any:
+    """The composite that `_flat` wrote as a list."""
+    made: list[Any] = []
+    for part in parts:
+        made.append(part[0](*(made[n] for n in part[1])) if isinstance(part, tuple) else part)
+    return made[-1]
 
 
 class Pair(Composite):
@@ -224,7 +252,7 @@ class Or(Pair, sign="|"):
         left, right = self.left._intervals(i, sizes), self.right._intervals(i, sizes)
         if left is None or right is None:
             return None
-        return _union(tidy(*left, sizes.source), tidy(*right, sizes.source))
+        return union(tidy(*left, sizes.source), tidy(*right, sizes.source))
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         left = self.left._ranges(i, sizes, most)
@@ -239,16 +267,6 @@ class Or(Pair, sign="|"):
         left = self.left.sources(queries, sizes)
         right = None if left is None else self.right.sources(queries, sizes)
         return None if left is None or right is None else torch.cat([left, right]).unique()
-
-
-def _union(left: Interval, right: Interval) -> Interval | None:
-    """The union of two tidy intervals where it is one in every row, else None."""
-    (a, b), (c, d) = left, right
-    touching = (torch.maximum(a, c) <= torch.minimum(b, d)) | (a == b) | (c == d)
-    if not readable(touching) or not touching.all():
-        return None
-    start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
-    return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
 
 
 class Not(Composite, sign="~"):
@@ -293,7 +311,7 @@ class Not(Composite, sign="~"):
 
     def _intervals(self, i: Tensor, sizes: Sizes) -> Interval | None:
         found = self.inner._intervals(i, sizes)
-        return None if found is None else _other_side(tidy(*found, sizes.source), sizes.source)
+        return None if found is None else other_side(tidy(*found, sizes.source), sizes.source)
 
     def _ranges(self, i: Tensor, sizes: Sizes, most: int) -> list[Interval] | None:
         found = self.inner._ranges(i, sizes, most)
@@ -301,18 +319,6 @@ class Not(Composite, sign="~"):
 
     def _explain(self, edge: Edge, negated: bool) -> Verdict:
         return self.inner._explain(edge, not negated)
-
-
-def _other_side(interval: Interval, source: int) -> Interval | None:
-    """The complement of a tidy interval where it is one interval in every row, else None."""
-    start, stop = interval
-    empty, last = start == stop, stop == source
-    one_side = empty | last | (start == 0)
-    if not readable(one_side) or not one_side.all():
-        return None
-    zero = torch.zeros_like(start)
-    begin = torch.where(empty | last, zero, stop)
-    return begin, torch.where(last & ~empty, start, zero + source)
 
 
 class Minus(Pair, sign="-"):

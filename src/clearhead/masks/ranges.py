@@ -155,6 +155,28 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
     return [(torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])) for a, b in pairs]
 
 
+def union(left: Interval, right: Interval) -> Interval | None:
+    """The union of two tidy intervals where it is one in every row, else None."""
+    (a, b), (c, d) = left, right
+    touching = (torch.maximum(a, c) <= torch.minimum(b, d)) | (a == b) | (c == d)
+    if not readable(touching) or not touching.all():
+        return None
+    start = torch.where(a == b, c, torch.where(c == d, a, torch.minimum(a, c)))
+    return start, torch.where(a == b, d, torch.where(c == d, b, torch.maximum(b, d)))
+
+
+def other_side(interval: Interval, source: int) -> Interval | None:
+    """The complement of a tidy interval where it is one interval in every row, else None."""
+    start, stop = interval
+    empty, last = start == stop, stop == source
+    one_side = empty | last | (start == 0)
+    if not readable(one_side) or not one_side.all():
+        return None
+    zero = torch.zeros_like(start)
+    begin = torch.where(empty | last, zero, stop)
+    return begin, torch.where(last & ~empty, start, zero + source)
+
+
 def _with_lead(x: Tensor) -> Tensor:
     return x if x.ndim == 3 else x[None, None]
 

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from clearhead import readings
 from clearhead.attention import attend
 from clearhead.integrations.hugging_face.masking import edges_of
-from clearhead.integrations.hugging_face.verification import is_verified, verify
+from clearhead.integrations.hugging_face.verification import (
+    InterfaceInputs,
+    is_verified,
+    verify,
+)
 from clearhead.integrations.hugging_face.weights import weights_wanted
 
 __all__ = ["attention_function"]
@@ -32,7 +36,7 @@ def attention_function(
     result of the module's own eager attention is ignored.
     """
     if not is_verified(module):
-        verify(_attend, module, query, key, value, attention_mask, options)
+        verify(_attend, module, InterfaceInputs(query, key, value, attention_mask, options))
     dropout = dropout if module.training else 0.0
     read = readings.Weights() if weights_wanted(options) else None
     return _attend(query, key, value, attention_mask, dropout=dropout, read=read, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clearhead._core import readable, unobserved, value_error
 from clearhead.integrations.hugging_face.source import refuse
 
-__all__ = ["is_verified", "verify"]
+__all__ = ["InterfaceInputs", "is_verified", "verify"]
 
 # The attribute of a module that was verified; compiled code guards on it.
 _NOTE = "_clearhead_verified"
@@ -21,7 +21,19 @@ _NOTE = "_clearhead_verified"
 _SCORES, _ROWS = 1 << 20, 16
 
 Attend = Callable[..., tuple[Tensor, Any]]
-Verify = Callable[[Attend, nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]], None]
+
+
+class InterfaceInputs(NamedTuple):
+    """What a model hands to its attention function."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+
+
+Verify = Callable[[Attend, nn.Module, InterfaceInputs], None]
 
 
 def is_verified(module: nn.Module) -> bool:
@@ -29,46 +41,30 @@ def is_verified(module: nn.Module) -> bool:
     return getattr(module, _NOTE, False)
 
 
-def _verify(
-    attend: Attend,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> None:
+def _verify(attend: Attend, module: nn.Module, inputs: InterfaceInputs) -> None:
     """Raise a ValueError unless the module's own eager attention computes the same context.
 
     Without values (on the meta device, under a transform of `torch.func`) that waits for a later
     call.
     """
     refuse(type(module).__module__.rpartition(".")[0])
-    if not readable(query):
+    if not readable(inputs.query):
         return
     with torch.no_grad():
-        _compare(attend, module, query, key, value, mask, options)
+        _compare(attend, module, inputs)
     vars(module)[_NOTE] = True
 
 
-def _compare(
-    attend: Attend,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> None:
+def _compare(attend: Attend, module: nn.Module, inputs: InterfaceInputs) -> None:
     eager = _eager(module)
-    query, mask, options = _few_rows(query, key, mask, options)
-    inputs = (_wide(query), _wide(key), _wide(value))
+    query, key, value, mask, options = _few_rows(inputs)
+    wide = (_wide(query), _wide(key), _wide(value))
     # Nobody who intercepts the model's calls sees these.
     hidden = torch._C.DisableTorchFunction(), unobserved(query)
     with hidden[0], hidden[1], torch.autocast(query.device.type, enabled=False):
-        ours, _ = attend(*inputs, mask, **options)
-        theirs, *_ = eager(module, *inputs, _added(mask), **{"dropout": 0.0, **_given(options)})
-    error, rounding = _difference(ours, theirs, mask), _rounding(*inputs, options)
+        ours, _ = attend(*wide, mask, **options)
+        theirs, *_ = eager(module, *wide, _added(mask), **{"dropout": 0.0, **_given(options)})
+    error, rounding = _difference(ours, theirs, mask), _rounding(*wide, options)
     if not error <= rounding:
         name = type(module).__name__
         raise value_error(
@@ -94,19 +90,18 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
     return found
 
 
-def _few_rows(
-    query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+def _few_rows(inputs: InterfaceInputs) -> InterfaceInputs:
     """Keep the last queries of a large map, and what belongs to them."""
+    query, key, _, mask, options = inputs
     rows, source = query.shape[2], key.shape[2]
     if rows <= _ROWS or query.shape[:3].numel() * source <= _SCORES:
-        return query, mask, options
+        return inputs
 
     def last(x: Any) -> Any:
         return x[..., -_ROWS:, :] if isinstance(x, Tensor) and x.shape[-2] == rows else x
 
     bias = {"position_bias": last(options.get("position_bias"))}
-    return last(query), last(mask), options | bias
+    return inputs._replace(query=last(query), mask=last(mask), options=options | bias)
 
 
 def _wide(x: Tensor) -> Tensor:
