@@ -16,6 +16,7 @@ import torch
 
 import cases
 import clearhead as ch
+import compare
 import layers
 import machine
 import measure
@@ -324,3 +325,25 @@ def test_the_peak_of_memory_is_seen_and_forgotten() -> None:
     held = torch.ones(size, dtype=torch.uint8)
     # The kernel counts pages of each thread late, by up to 64 of them.
     assert abs(resident.peak() - before - held.numel()) < 1 << 21
+
+
+def test_two_trees_are_compared_by_the_ratio_of_their_medians(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    steady, noisy = [100.0, 101.0, 99.0, 100.0], [80.0, 120.0, 100.0, 140.0]
+    assert compare.line("slower", steady, [1.1 * time for time in steady])
+    assert not compare.line("below 2%", steady, [1.01 * time for time in steady])
+    assert not compare.line("in the spread", noisy, [1.1 * time for time in noisy])
+    assert "1.100  slower" in capsys.readouterr().out
+
+
+def test_the_cases_that_are_compared_run_and_have_names_of_their_own() -> None:
+    names = [case.name for case in compare.attend_cases()]
+    assert len(set(names)) == len(names) > 50
+    for case in compare.small_cases():
+        case.run()
+
+
+def test_a_folder_without_sources_is_no_tree(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no checkout"):
+        compare.Tree(tmp_path, None)
