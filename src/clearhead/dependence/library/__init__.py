@@ -1,0 +1,1 @@
+"""Every attention model of a library, built tiny and audited."""
