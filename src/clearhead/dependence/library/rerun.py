@@ -1,0 +1,85 @@
+"""Run a finding again without the audit: change the one input, and compare the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from clearhead.dependence.library.runs.contrasts import (
+    TRIED,
+    Contrast,
+    contrasts,
+    reading_the_future,
+)
+from clearhead.dependence.library.runs.evidence import FUTURE, evidence_of, with_future
+from clearhead.dependence.library.runs.measuring import Sizes, compared
+from clearhead.dependence.library.runs.scripts import reproduces, written
+
+if TYPE_CHECKING:
+    from clearhead.dependence.library.making import Built
+    from clearhead.dependence.library.rows import Row
+
+__all__ = ["Proof", "confirm"]
+
+
+class Proof(NamedTuple):
+    """What the second run showed of a finding."""
+
+    confirmed: bool
+    sizes: Sizes | None = None
+    evidence: frozenset[str] = frozenset()
+    model_type: str = ""
+    script: str = ""  # shows the finding with torch and transformers alone
+    trouble: str = ""  # why it could not be run
+
+    @property
+    def size(self) -> float:
+        """The difference of the logits in the model's own dtype."""
+        return self.sizes.size if self.sizes else 0.0
+
+
+def confirm(row: Row, make: Callable[[], Built]) -> Proof:
+    """Build the model of a finding anew, and run what the finding compares."""
+    try:
+        built = make()
+        found = _shown(row, built)
+        return Proof(False) if found is None else _proof(row, built, *found)
+    except Exception as error:  # the model fails on what it is given here
+        return Proof(False, trouble=f"{type(error).__name__}: {error}")
+
+
+def _shown(row: Row, built: Built) -> tuple[Contrast, Sizes] | None:
+    """Find a pair of runs that differ: the most of the first, or else the first of the others."""
+    pairs = contrasts(row, built)
+    found = [(pair, compared(built.model, pair)) for pair in islice(pairs, TRIED)]
+    best = max(found, key=lambda one: (one[1].real, one[1].size), default=None)
+    if best is None or best[1].real:
+        return best
+    others = ((pair, compared(built.model, pair)) for pair in pairs)
+    return next((one for one in others if one[1].real), best)
+
+
+def _proof(row: Row, built: Built, contrast: Contrast, sizes: Sizes) -> Proof:
+    if not sizes.real:
+        return Proof(False, sizes)
+    seen = frozenset(evidence_of(row, built, contrast))
+    if FUTURE in seen:
+        contrast = reading_the_future(with_future(row, built), built, row.detail)
+        sizes = compared(built.model, contrast)
+    script = written(row, built, contrast, sizes, _says(row, seen))
+    kind = str(getattr(built.model.config, "model_type", ""))
+    return Proof(True, sizes, seen, kind, script if reproduces(script) else "")
+
+
+def _says(row: Row, seen: frozenset[str]) -> str:
+    """Say in a line what the script shows."""
+    options = "".join(f", {name}={value}" for name, value in row.call.items())
+    if FUTURE in seen:
+        return f"the logits read the future ({row.detail})"
+    if row.form == "batch":
+        return f"the logits of sample {row.query} read sample {row.source}"
+    where = f"the logits at position {row.query} of sample {row.sample}"
+    if row.form in ("generation", "modes") or "amount" in row.detail:
+        return f"{where} differ ({row.form}: {row.detail})"
+    return f"{where} read position {row.source} ({row.form}: {row.detail}{options})"

@@ -1,0 +1,64 @@
+"""A finding as a script that needs torch and transformers alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+from clearhead.dependence.library.making import recipe
+from torch import Tensor
+
+from clearhead.dependence.library.runs.contrasts import Contrast, given
+from clearhead.dependence.library.runs.measuring import Sizes
+
+if TYPE_CHECKING:
+    from clearhead.dependence.library.making import Built
+    from clearhead.dependence.library.rows import Row
+
+__all__ = ["reproduces", "written"]
+
+
+def written(row: Row, built: Built, contrast: Contrast, sizes: Sizes, says: str) -> str:
+    """Write the script: it exits with 1 where the two runs differ by more than rounding."""
+    limit = sizes.rounding if sizes.own else sizes.exact_rounding
+    lines = [
+        f"# {row.name}, {row.backend}: {says}",
+        "import torch, transformers",
+        *recipe(built),
+        f"inputs = {_spelled(given(row, built))}"
+        if sizes.own
+        else f"model, inputs = model.double(), {_spelled(given(row, built))}",
+        *contrast.lines,
+        "size, largest = (one - two).abs().max().item(), one.abs().max().item()",
+        'print(f"the logits differ by {size:.3g}; the largest of them is {largest:.3g}")',
+        f"raise SystemExit(int(not size <= {limit:.2g}))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def reproduces(script: str) -> bool:
+    """Run a script here, in a namespace of its own, and see whether it shows the fault."""
+    silence = io.StringIO()
+    state = torch.get_rng_state()
+    try:
+        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+            exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        return end.code == 1
+    except Exception:  # the script fails where the model did not
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return False
+
+
+def _spelled(inputs: dict[str, Any]) -> str:
+    """Write the inputs as Python."""
+    items = (f'"{name}": {_value(value)}' for name, value in inputs.items())
+    return f"{{{', '.join(items)}}}"
+
+
+def _value(value: Any) -> str:
+    return f"torch.tensor({value.tolist()})" if isinstance(value, Tensor) else repr(value)
