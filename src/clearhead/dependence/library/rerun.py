@@ -13,7 +13,7 @@ from clearhead.dependence.library.runs.contrasts import (
     reading_the_future,
 )
 from clearhead.dependence.library.runs.evidence import FUTURE, evidence_of, with_future
-from clearhead.dependence.library.runs.measuring import Sizes, compared
+from clearhead.dependence.library.runs.measuring import Compared, compared
 from clearhead.dependence.library.runs.scripts import reproduces, written
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Proof(NamedTuple):
     """What the second run showed of a finding."""
 
     confirmed: bool
-    sizes: Sizes | None = None
+    sizes: Compared | None = None
     evidence: frozenset[str] = frozenset()
     model_type: str = ""
     script: str = ""  # shows the finding with torch and transformers alone
@@ -49,7 +49,7 @@ def confirm(row: Row, make: Callable[[], Built]) -> Proof:
         return Proof(False, trouble=f"{type(error).__name__}: {error}")
 
 
-def _shown(row: Row, built: Built) -> tuple[Contrast, Sizes] | None:
+def _shown(row: Row, built: Built) -> tuple[Contrast, Compared] | None:
     """Find a pair of runs that differ: the most of the first, or else the first of the others."""
     pairs = contrasts(row, built)
     found = [(pair, compared(built.model, pair)) for pair in islice(pairs, TRIED)]
@@ -60,7 +60,7 @@ def _shown(row: Row, built: Built) -> tuple[Contrast, Sizes] | None:
     return next((one for one in others if one[1].real), best)
 
 
-def _proof(row: Row, built: Built, contrast: Contrast, sizes: Sizes) -> Proof:
+def _proof(row: Row, built: Built, contrast: Contrast, sizes: Compared) -> Proof:
     if not sizes.real:
         return Proof(False, sizes)
     seen = frozenset(evidence_of(row, built, contrast))

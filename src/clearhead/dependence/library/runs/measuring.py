@@ -13,13 +13,13 @@ from clearhead.dependence.library.runs.caches import cache_name
 from clearhead.dependence.library.runs.contrasts import Contrast, Run
 from clearhead.dependence.library.runs.modes import WEIGHTS, in_mode
 
-__all__ = ["Sizes", "compared"]
+__all__ = ["Compared", "compared"]
 
 # Rounding of sums of this many terms, for runs that differ in the shapes of their tensors only.
 TERMS = 64
 
 
-class Sizes(NamedTuple):
+class Compared(NamedTuple):
     """How far two runs differ, and how far rounding can take them apart."""
 
     size: float  # largest difference of the logits in the model's own dtype; inf for a new NaN
@@ -44,7 +44,7 @@ class _Row(NamedTuple):
     largest: float
 
 
-def compared(model: nn.Module, contrast: Contrast) -> Sizes:
+def compared(model: nn.Module, contrast: Contrast) -> Compared:
     """Run both runs in both dtypes.
 
     Rounding is bounded by the triangle inequality: were the two results equal without rounding,
@@ -58,11 +58,11 @@ def compared(model: nn.Module, contrast: Contrast) -> Sizes:
     unit = torch.finfo(one.logits.dtype).eps * largest
     size = _distance(one.logits, two.logits)
     if exact is None:
-        return Sizes(size, math.nan, TERMS * unit, math.inf, largest)
+        return Compared(size, math.nan, TERMS * unit, math.inf, largest)
     off = sum(_distance(a.logits, b.logits) for a, b in zip((one, two), exact, strict=True))
     # Where float64 takes another branch (a top-k, a hash), the distance to it is no rounding.
     rounding = min(2 * off, 0.5 * size) if _branches(off, unit) else 2 * off
-    return Sizes(
+    return Compared(
         size,
         _distance(exact[0].logits, exact[1].logits),
         max(rounding, TERMS * unit),

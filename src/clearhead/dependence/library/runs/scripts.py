@@ -7,11 +7,11 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-from clearhead.dependence.library.making import recipe
 from torch import Tensor
 
+from clearhead.dependence.library.making import recipe
 from clearhead.dependence.library.runs.contrasts import Contrast, given
-from clearhead.dependence.library.runs.measuring import Sizes
+from clearhead.dependence.library.runs.measuring import Compared
 
 if TYPE_CHECKING:
     from clearhead.dependence.library.making import Built
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["reproduces", "written"]
 
 
-def written(row: Row, built: Built, contrast: Contrast, sizes: Sizes, says: str) -> str:
+def written(row: Row, built: Built, contrast: Contrast, sizes: Compared, says: str) -> str:
     """Write the script: it exits with 1 where the two runs differ by more than rounding."""
     limit = sizes.rounding if sizes.own else sizes.exact_rounding
     lines = [
