@@ -34,7 +34,7 @@ FLOORS = [
 ]
 FLOOR = {package: number for number, floor in enumerate(FLOORS) for package in floor}
 # Packages inside of packages that have a face of their own.
-SUB_FACES = {"heads.corpus"}
+SUB_FACES = {"dependence.library", "heads.corpus"}
 # Each is read alone, from its top to its bottom: its classes do not count beside others.
 READ_ALONE = {"models.gpt", "models.bert", "models.rnn"}
 # The one place that replaces attributes of torch and of transformers, and puts them back.

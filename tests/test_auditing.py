@@ -192,6 +192,18 @@ def test_left_padding_without_position_ids():
     assert audit.padding(library_model("GPT2"), inputs | {"position_ids": places}).ok
 
 
+def test_padding_of_a_decoder_goes_with_the_encoder_of_its_sample():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=61, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=40)
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 50, (2, 11), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+    report = audit.padding(model, inputs, mask="decoder_attention_mask")
+    assert report.ok, report
+
+
 def test_padding_that_is_attended_to():
     """A91: a mask that is taken and never used."""
 

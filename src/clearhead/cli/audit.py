@@ -7,76 +7,30 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clearhead._core import value_error
-from clearhead.cli.arguments import examples, named, note
+from clearhead._core import StopRequests
+from clearhead.cli.arguments import named, note
+from clearhead.cli.options.audit import add_arguments, check_use
 
 if TYPE_CHECKING:
     from clearhead.dependence import Report
 
+__all__ = ["HELP", "add_arguments", "run"]
+
 # Random tokens, unless another number is asked for.
 LENGTH = 32
-PROOF = """\
-what it proves: with these weights and inputs, new content at a forbidden source
-moves an output (exit code 1, with the pair and the module where it comes in),
-or moves none by more than rounding (exit code 0).
-what it cannot prove: that nothing leaks with other inputs, lengths or weights,
-below the rounding that the report names, or from what is no token and no float
-input. What a --budget or outputs of NaN leave untested is exit code 3.
-"""
 HELP = "prove that a model sees nothing that it must not see (exit code 1: it does)"
-
-
-# Questions that compare a fixed set of runs.
-_QUESTIONS = {
-    "padding": "does padding change what is real?",
-    "batch": "do samples of a batch see each other?",
-    "generation": "cached decoding against one pass",
-    "modes": "train, eval and backends compared",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `clearhead audit`."""
-    parser.add_argument(
-        "spec",
-        metavar="SPEC",
-        nargs="?",
-        help="a model directory, a Hugging Face id, a GGUF file, or package.module:factory, where "
-        "the factory gives a model or (model, inputs) (default: the GPT that is shipped)",
-    )
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--allowed",
-        metavar="EXPR",
-        help='who may see whom, as a mask: "causal & window(4)" (default: causal)',
-    )
-    for name, words in _QUESTIONS.items():
-        asked.add_argument(f"--{name}", action="store_true", help=words)
-    asked.add_argument(
-        "--documents", metavar="IDS", help="packed documents, a number a position: 0,0,0,1,1"
-    )
-    parser.add_argument("--depth", type=int, metavar="N", help="compose the mask over N layers (1)")
-    parser.add_argument("--budget", type=int, metavar="N", help="run at most N changed inputs")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--text", metavar="TEXT", help="the text to read (default: random tokens)")
-    source.add_argument("--length", type=int, metavar="N", help="the number of random tokens (32)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    examples(
-        parser,
-        "clearhead audit",
-        'clearhead audit tale-gpt --text "a yellow bell"',
-        "clearhead audit tale-bert --allowed everything",
-        'clearhead audit my.model:make --allowed "causal & window(4)" --depth 2',
-        "clearhead audit my.model:make --documents 0,0,0,1,1",
-        notes=PROOF,
-    )
+INTERRUPTED = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit, print, and exit with 1 if something leaks, with 3 if not all could be tested."""
     from clearhead.views import document, render_report
 
-    _check_use(arguments)
+    check_use(arguments)
+    if arguments.library is not None:
+        return _audit_library(arguments)
+    if arguments.documents is not None and arguments.length is not None:
+        note("--length has no use: --documents has a number for each token")
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no part of the report
         report = _audit(arguments)
     if arguments.json:
@@ -123,13 +77,30 @@ def _ask(arguments: argparse.Namespace, model: Any, inputs: Any, ids: list[int] 
         return audit(model, inputs, masks.parse(arguments.allowed or "causal"), **options)
 
 
-def _check_use(arguments: argparse.Namespace) -> None:
-    """Refuse, or name, an option that the question leaves unread."""
-    asked = [name for name in _QUESTIONS if getattr(arguments, name)]
-    given = [n for n in ("depth", "budget") if getattr(arguments, n) is not None]
-    if asked and given:
-        rule = f"says nothing to --{asked[0]}, which compares a fixed set of runs"
-        hint = "leave it out, or ask with --allowed or --documents"
-        raise value_error(f"--{given[0]}", rule, got=getattr(arguments, given[0]), hint=hint)
-    if arguments.documents is not None and arguments.length is not None:
-        note("--length has no use: --documents has a number for each token")
+def _audit_library(arguments: argparse.Namespace) -> int:
+    """Sweep over a library, write the report, and print what was found."""
+    from clearhead.dependence import library
+    from clearhead.views import document, render_sweep, sweep_progress
+
+    choices = {n: v for n in ("forms", "backends") if (v := getattr(arguments, n)) is not None}
+    numbers = {name: getattr(arguments, name) for name in ("processes", "limit", "memory")}
+    names = ("library", "out", "classes", "beside", *choices, *numbers)
+    with named(**{name: f"--{name}" for name in names}), StopRequests():
+        beside = None if arguments.beside is None else library.read_run(arguments.beside, "beside")
+        try:
+            with sweep_progress(arguments.limit, arguments.memory) as tell:
+                rows = library.audit_library(
+                    arguments.library, arguments.out, arguments.classes, tell=tell,
+                    **choices, **numbers,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from there", file=sys.stderr, flush=True)
+            return INTERRUPTED
+        run, _ = library.read_run(arguments.out)
+        written = library.write_report(arguments.out, run, rows, beside)
+    if arguments.json:
+        print(document({**run, "rows": [row.as_dict() for row in rows]}))
+    else:
+        render_sweep(run, rows)
+        print(f"Wrote {written}")
+    return library.exit_code(rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ from clearhead.dependence.subject import (
 )
 from clearhead.masks import Mask, causal, document, no_mask
 
+if TYPE_CHECKING:
+    from clearhead.dependence.library import Row
+
 __all__ = ["assert_causal", "audit"]
 
 # The largest number of layers, each by the mask, that is tried to explain what was found.
@@ -66,7 +70,8 @@ class Audit:
     position is given. `float64=False` measures in the model's own dtype, with a measured rounding
     floor.
 
-    The other questions are `audit.padding`, `.batch`, `.documents`, `.generation` and `.modes`.
+    The other questions are `audit.padding`, `.batch`, `.documents`, `.generation` and `.modes`;
+    `audit.library` asks all of them of every class of a library.
     """
 
     def __call__(
@@ -98,6 +103,17 @@ class Audit:
         the `position_ids` in the inputs restart. Options are those of `audit`.
         """
         return self(model, inputs, document(document_ids(inputs, ids)), **options)
+
+    def library(
+        self, library: str = "transformers", out: str | Path | None = None, **options: Any
+    ) -> list[Row]:
+        """Audit tiny random copies of all classes of a library, as `clearhead audit --library`.
+
+        `out` is the folder of the rows; see `audit_library` for the options.
+        """
+        from clearhead.dependence.library import audit_library
+
+        return audit_library(library, out, **options)
 
     batch = staticmethod(audit_batch)
     generation = staticmethod(audit_generation)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from clearhead.views.text.mask import cells_of_terminal, render_mask
     from clearhead.views.text.record import render_record
     from clearhead.views.text.scan import scan_progress, scan_summary
+    from clearhead.views.text.sweep import render_sweep, sweep_progress
     from clearhead.views.text.train import train_progress, training_end
 
 __all__ = [
@@ -47,9 +48,11 @@ __all__ = [
     "render_mask",
     "render_record",
     "render_report",
+    "render_sweep",
     "scan_progress",
     "scan_summary",
     "sizes_of_mask",
+    "sweep_progress",
     "train_progress",
     "training_end",
     "view",
@@ -80,9 +83,11 @@ _HOMES = {
     "render_mask": "text.mask",
     "render_record": "text.record",
     "render_report": "text.audit",
+    "render_sweep": "text.sweep",
     "scan_progress": "text.scan",
     "scan_summary": "text.scan",
     "sizes_of_mask": "mask",
+    "sweep_progress": "text.sweep",
     "train_progress": "text.train",
     "training_end": "text.train",
     "view": "sight",

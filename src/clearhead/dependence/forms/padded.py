@@ -28,7 +28,8 @@ class PaddedBatch:
         )
         self.alone = [
             self._inputs(
-                {name: self._taken(value, sample) for name, value in along}
+                self._others(sample)
+                | {name: self._taken(value, sample) for name, value in along}
                 | {mask: torch.ones(1, len(rows), dtype=torch.long)}
             )
             for sample, rows in enumerate(self.rows)
@@ -53,6 +54,15 @@ class PaddedBatch:
             for name, value in self._read.kwargs.items()
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == positions
         ]
+
+    def _others(self, sample: int) -> dict[str, Tensor]:
+        """Take a sample of the other arguments that have one entry a sample."""
+        batch = self._read.batch
+        return {
+            name: value[sample][None]
+            for name, value in self._read.kwargs.items()
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == batch
+        }
 
     def _inputs(self, tensors: dict[str, Tensor]) -> ModelInputs:
         kwargs = {**self._read.kwargs, **tensors}
