@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from clearhead.cli import main
 from clearhead.dependence import audit, library
@@ -67,7 +66,7 @@ def test_a_sound_class_has_no_finding(swept):
 def test_a_leak_is_one_that_the_class_really_has(swept):
     (row,) = of(swept[1], "Leaking", "causal", "")
     assert (row.verdict, row.kind, row.source) == ("fault", "leak", (row.query or 0) + 1)
-    assert row.place == "library/toys.py, Sound.forward"
+    assert row.place == "tests/library/toys.py, Sound.forward"
     built = toys.build(toys.Toy("Leaking"))
     model, ids = built.model.double(), built.inputs["input_ids"]
     before = model(ids)["logits"]
