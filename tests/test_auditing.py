@@ -177,6 +177,24 @@ def test_packed_documents_of_llama():
             assert finding.module == "model.layers.0.self_attn"
 
 
+def test_a_range_of_ids_is_all_that_may_replace_others():
+    given = set[int]()
+
+    def running(ids):
+        given.update(ids.flatten().tolist())
+        return ids.double().cumsum(1)
+
+    ids = torch.full((2, 9), 40)
+    assert audit(running, ids, vocab=range(7, 12)).ok
+    assert given <= {40, *range(7, 12)}
+    assert len(given) == 6
+    given.clear()
+    assert audit.batch(running, ids, vocab=range(7, 12)).ok
+    assert given <= {40, *range(7, 12)}
+    with pytest.raises(ValueError, match="no other token"):
+        audit(running, ids, vocab=range(7, 8))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_left_padding_without_position_ids():
     """A89: GPT-2 counts its positions over the padding; a rotary model does not care."""

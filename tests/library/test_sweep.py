@@ -329,7 +329,9 @@ def test_the_page_joins_backends_and_questions_of_one_place():
 
 
 def test_a_finding_that_was_not_confirmed_is_no_fault():
-    text = library.page((run_of("2"), [Row(**{**vars(ROW), "confirmed": False})]))
+    text = library.page(
+        (run_of("2"), [Row(**{**vars(ROW), "verdict": "not tested", "confirmed": False})])
+    )
     assert "not confirmed" in text
     assert "## Faults" not in text
 

@@ -66,9 +66,9 @@ class Audit:
     number of perturbed inputs to run; the report's `covered` is the share of the pairs that was
     tested, and a report that covers less than 1.0 is not ok. `axis=` is the axis of the positions
     (by default 1 for token ids and (batch, position, ...) floats, 0 where there is no batch),
-    `vocab=` the number of tokens where no embedding shows it, `changes=` how many replacements each
-    position is given. `float64=False` measures in the model's own dtype, with a measured rounding
-    floor.
+    `vocab=` the number of tokens where no embedding shows it, or the range of ids that may replace
+    others, `changes=` how many replacements each position is given. `float64=False` measures in the
+    model's own dtype, with a measured rounding floor.
 
     The other questions are `audit.padding`, `.batch`, `.documents`, `.generation` and `.modes`;
     `audit.library` asks all of them of every class of a library.
@@ -83,7 +83,7 @@ class Audit:
         depth: int = 1,
         budget: int | None = None,
         axis: int | None = None,
-        vocab: int | None = None,
+        vocab: int | range | None = None,
         change: Sequence[int | str] | None = None,
         changes: int = 2,
         float64: bool = True,

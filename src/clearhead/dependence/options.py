@@ -18,7 +18,7 @@ class AuditOptions:
     depth: int = 1
     budget: int | None = None
     axis: int | None = None
-    vocab: int | None = None
+    vocab: int | range | None = None
     change: Sequence[Key] | None = None
     changes: int = 2
     float64: bool = True

@@ -48,7 +48,7 @@ def audit_padding(
     pad: int | None = None,
     amount: int = 3,
     sides: Sequence[str] = ("left", "right"),
-    vocab: int | None = None,
+    vocab: int | range | None = None,
     float64: bool = True,
 ) -> Report:
     """Pad each sample on each side, and see whether what is real comes out as it does alone.

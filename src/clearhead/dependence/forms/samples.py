@@ -33,7 +33,7 @@ def audit_batch(
     inputs: Any,
     *,
     axis: int | None = None,
-    vocab: int | None = None,
+    vocab: int | range | None = None,
     change: Sequence[Key] | None = None,
     changes: int = 2,
     float64: bool = True,

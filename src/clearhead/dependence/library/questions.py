@@ -188,9 +188,7 @@ def _ask(question: Question, call: dict[str, Any], built: Subjected) -> Report:
 def _causal(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     if call and not _takes(built.model, *call):
         raise _Unfit(f"its forward does not take {' and '.join(call)}")
-    return audit(
-        built.model, {**built.inputs, **call}, vocab=built.vocabulary, change=[built.stream]
-    )
+    return audit(built.model, {**built.inputs, **call}, vocab=_ids_of(built), change=[built.stream])
 
 
 def _padding(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
@@ -203,7 +201,7 @@ def _padding(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     else:
         mask, model = built.stream.replace("input_ids", "attention_mask"), built.model
         _must_take(model, mask)
-    return audit.padding(model, inputs, mask=mask, pad=pad, sides=(side,), vocab=built.vocabulary)
+    return audit.padding(model, inputs, mask=mask, pad=pad, sides=(side,), vocab=_ids_of(built))
 
 
 def _documents(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
@@ -214,7 +212,7 @@ def _documents(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     # transformers finds documents by their position ids only where nothing is cached.
     if _takes(built.model, "use_cache"):
         inputs["use_cache"] = False
-    return audit.documents(built.model, inputs, ids, vocab=built.vocabulary, change=[built.stream])
+    return audit.documents(built.model, inputs, ids, vocab=_ids_of(built), change=[built.stream])
 
 
 def _generation(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
@@ -222,11 +220,16 @@ def _generation(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
 
 
 def _batch(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
-    return audit.batch(built.model, built.inputs, vocab=built.vocabulary, change=[built.stream])
+    return audit.batch(built.model, built.inputs, vocab=_ids_of(built), change=[built.stream])
 
 
 def _modes(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     return audit.modes(built.model, built.inputs)
+
+
+def _ids_of(built: Subjected) -> range:
+    """The ids that mean nothing special to the class."""
+    return range(getattr(built, "lowest", 0), built.vocabulary)
 
 
 def _documents_of(length: int) -> tuple[Tensor, Tensor]:

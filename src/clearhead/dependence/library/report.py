@@ -36,8 +36,10 @@ that call. It says nothing about trained weights, nor about how often anyone mak
 several of the calls are rare."""
 FAULTS = """\
 Each of these was run again without the audit: one input was changed, and the logits compared, in
-the model's own dtype and in float64. *First in* is the deepest module whose output moved while its
-inputs had not, and the function that it runs."""
+the model's own dtype and in float64. *Where* is the deepest module whose output moved while its
+inputs had not and the function that it runs, or what causes it where that was traced by hand."""
+DOUBTFUL = """\
+What a second run without the audit did not show: neither a fault nor its absence is proven."""
 DESIGNED = """\
 An output moves here, too; the documentation or the code of the class says that it is meant to."""
 UNTESTED = """\
@@ -85,7 +87,7 @@ def page(new: Sweep, old: Sweep | None = None) -> str:
     """Write the page about a sweep, beside that of another version."""
     run, rows = new
     library, release = run["library"], _release(run)
-    faults = _faults(row for row in rows if row.confirmed is not False)
+    faults = _faults(row for row in rows if row.verdict == FAULT)
     doubtful = _faults(row for row in rows if row.confirmed is False)
     parts = [
         f"# What the models of {library} {release} let through",
@@ -93,7 +95,7 @@ def page(new: Sweep, old: Sweep | None = None) -> str:
         f"Versions: {_versions(run)}; seed {run['seed']}; backends {', '.join(run['backends'])}.",
         *_section("Counts", "", _counts(rows)),
         *_section(f"Faults ({len(faults)})", FAULTS, _fault_table(faults)),
-        *_section("Found by the audit, not confirmed", "", _fault_table(doubtful)),
+        *_section("Found by the audit, not confirmed", DOUBTFUL, _fault_table(doubtful)),
         *_section("By design", DESIGNED, _design_table(rows)),
         *_section("Not tested", UNTESTED, _untested(rows)),
         *([] if old is None else _beside(new, old)),
@@ -173,8 +175,7 @@ def _faults(rows: Iterable[Row]) -> list[_Fault]:
     """Join the rows of a class that name the same kind and the same place."""
     joined: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        if row.verdict == FAULT:
-            joined.setdefault(_key(row), []).append(row)
+        joined.setdefault(_key(row), []).append(row)
     return [_Fault(tuple(joined[key])) for key in sorted(joined)]
 
 
@@ -183,13 +184,14 @@ def _key(row: Row) -> tuple[str, str, str, str]:
 
 
 def _fault_table(faults: Sequence[_Fault]) -> list[str]:
-    head = ("kind", "class", "backend", "question", "size", "logits", "first in", "script")
+    head = ("kind", "class", "backend", "question", "size", "logits", "where", "script")
     return _table(head, map(_fault_line, faults))
 
 
 def _fault_line(fault: _Fault) -> tuple[str, ...]:
     row = fault.largest
-    first = ", ".join(filter(None, (_code(row.module), _text(row.place))))
+    why = "" if row.confirmed is False else row.reason
+    first = "; ".join(filter(None, (_code(row.module), _text(row.place), _text(why))))
     return (
         row.kind, _code(row.name), ", ".join(_each(one.backend for one in fault.rows)),
         _text("; ".join(_each(_question(one) for one in fault.rows))), _size(row.size),
@@ -226,7 +228,7 @@ def _classes(names: Iterable[str]) -> str:
 
 def _untested(rows: Sequence[Row]) -> list[str]:
     """List reasons with their classes: what failed, then what does not apply."""
-    failed = [row for row in rows if row.untested]
+    failed = [row for row in rows if row.untested and row.confirmed is None]
     unfit = [row for row in rows if not row.fits]
     head = ("reason", "questions", "classes")
     return [
@@ -271,7 +273,7 @@ def _beside(new: Sweep, old: Sweep) -> list[str]:
 
 
 def _part(title: str, faults: Sequence[_Fault]) -> list[str]:
-    head = ("kind", "class", "backend", "question", "size", "first in")
+    head = ("kind", "class", "backend", "question", "size", "where")
     lines = (_fault_line(fault) for fault in faults)
     table = _table(head, ((*line[:5], line[6]) for line in lines))
     return [f"### {title}", *table] if table else []
@@ -281,6 +283,6 @@ def _known(rows: Sequence[Row]) -> dict[tuple[str, str, str], _Fault]:
     """Faults by kind and class: files and modules may have new names in another version."""
     joined: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row.verdict == FAULT and row.confirmed is not False:
+        if row.verdict == FAULT:
             joined.setdefault((row.kind, row.name, row.mapping), []).append(row)
     return {key: _Fault(tuple(found)) for key, found in joined.items()}

@@ -265,7 +265,7 @@ def _answer(
     try:
         rows = answers(row, ask.question, built)
         if job.library.proves:
-            rows = [_proven(one, make, built, scripts) for one in rows]
+            rows = [_proven(one, make, scripts) for one in rows]
     except BaseException as error:  # sys.exit() of a class, too
         rows = [replace(row, verdict=NOT_TESTED, reason=reason_of(error))]
     heard = _heard(said, start)
@@ -279,24 +279,20 @@ def _measured(rows: list[Row], memory: float) -> list[Row]:
     return [replace(row, reason=row.reason.replace(MEMORY_LIMIT, limit, 1)) for row in rows]
 
 
-def _proven(row: Row, make: Callable[[], Any], built: Any, scripts: dict[str, str]) -> Row:
-    """Run a finding again without the audit, and write the script that does so."""
+def _proven(row: Row, make: Callable[[], Any], scripts: dict[str, str]) -> Row:
+    """Run a finding again without the audit, and keep the script that does so."""
     if row.verdict != FAULT:
         return row
-    try:
-        from clearhead.dependence.library.classify import settled
-        from clearhead.dependence.library.rerun import confirm, script
+    from clearhead.dependence.library.classify import settled
+    from clearhead.dependence.library.rerun import confirm
 
-        row = settled(row, confirm(row, make))
-        text = script(row, built)
-    except Exception as error:
-        note = f"the finding could not be run again: {readable(f'{type(error).__name__}: {error}')}"
-        return replace(row, confirmed=False, notes=(*row.notes, note))
-    if not text:
+    proof = confirm(row, make)
+    row = settled(row, proof)
+    if not proof.script:
         return row
     words = (row.name, row.mapping, row.backend, row.form, row.variant, row.detail)
     name = "-".join("".join(c if c.isalnum() else "_" for c in word) for word in words if word)
-    scripts[f"{name}.py"] = text
+    scripts[f"{name}.py"] = proof.script
     return replace(row, script=f"scripts/{name}.py")
 
 

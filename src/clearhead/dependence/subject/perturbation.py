@@ -25,7 +25,7 @@ class Perturbation(NamedTuple):
 
 
 def replacements(
-    model: object, inputs: ModelInputs, count: int, vocab: int | None
+    model: object, inputs: ModelInputs, count: int, vocab: int | range | None
 ) -> list[Replacement]:
     """Make `count` replacements, each of which differs from the inputs at every position."""
     generator = torch.Generator().manual_seed(20240229)
@@ -42,7 +42,9 @@ def replacements(
     return made
 
 
-def _choices(model: object, inputs: ModelInputs, one: ContentInput, vocab: int | None) -> Tensor:
+def _choices(
+    model: object, inputs: ModelInputs, one: ContentInput, vocab: int | range | None
+) -> Tensor:
     ids = inputs[one.key]
     special = {getattr(getattr(model, "config", None), "pad_token_id", None)}
     if vocab is None:
@@ -52,7 +54,11 @@ def _choices(model: object, inputs: ModelInputs, one: ContentInput, vocab: int |
             special.add(embedding.padding_idx)
     # Without a known vocabulary only the ids in the inputs are surely valid: positions swap theirs.
     # A part of a large vocabulary is enough to choose from.
-    choices = ids.unique().cpu() if vocab is None else torch.arange(min(vocab, 50_000))
+    if vocab is None:
+        choices = ids.unique().cpu()
+    else:
+        known = vocab if isinstance(vocab, range) else range(vocab)
+        choices = torch.tensor(known[:50_000], dtype=torch.long)
     kept = torch.tensor([c for c in choices.tolist() if c not in special], dtype=torch.long)
     choices = kept if len(kept) > 1 else choices
     if len(choices) < 2:
