@@ -11,8 +11,10 @@ The recipe, which every script of a finding repeats in plain torch (`recipe` wri
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +73,7 @@ def build(
     if backend == "sdpa" and not getattr(kind, "_supports_sdpa", False):
         raise NotBuilt(f"{subject.class_name} does not support attn_implementation='sdpa'")
     config, notes = _plan(kind, subject)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _reasons():
         model = _model(kind, config, backend, seed)
         inputs = _inputs(model, seed)
     return Built(
@@ -87,6 +89,20 @@ def build(
         seed,
         SCALE,
     )
+
+
+@contextlib.contextmanager
+def _reasons() -> Iterator[None]:
+    """Name what is missing: a package, or a backend that a part of the model does not support."""
+    try:
+        yield
+    except ImportError as error:
+        raise NotBuilt(" ".join(str(error).split())) from error
+    except ValueError as error:
+        if "does not support an attention implementation" not in str(error):
+            raise
+        part = str(error).partition(" ")[0]
+        raise NotBuilt(f"{part} does not support attn_implementation='sdpa'") from error
 
 
 def _class_of(subject: Subject) -> Any:

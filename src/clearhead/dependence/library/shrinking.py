@@ -39,7 +39,7 @@ SIZES = {
     8: "head_dim v_head_dim qk_nope_head_dim d_kv dim_head attention_head_size kv_channels d_head "
     "attention_head_dim swa_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
     "mamba_d_state state_size ssm_state_size mamba_d_head mamba_head_dim mamba_n_heads "
-    "mamba_num_heads global_head_dim index_head_dim indexer_head_dim hidden_size_per_layer_input "
+    "mamba_num_heads conv_dim index_head_dim indexer_head_dim hidden_size_per_layer_input "
     "sliding_window sliding_window_size window_size local_attention attention_window "
     "attention_window_size attention_chunk_size chunk_size mamba_chunk_size "
     "query_pre_attn_scalar laurel_rank gated_norm_rank lsh_attn_chunk_length "
@@ -51,11 +51,12 @@ SIZES = {
     "attention_hidden_size backbone_hidden_size output_hidden_size moe_intermediate_size "
     "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
     "out_hidden_size moe_shared_expert_intermediate_size input_embedding_size projection_dim "
-    "output_dim d_latents embedding_dim context_size entity_emb_size input_size",
+    "output_dim d_latents audio_hidden_size nemo_conv_channels ext_pw_out_channel output_channels "
+    "depthwise_separable_out_channel downsample_hidden_size encoder_hidden_size embedding_dim context_size entity_emb_size input_size",
     64: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner dim_ff dff "
     "ffn_hidden_size dense_intermediate_size intermediate_size_mlp feed_forward_size "
     "t2u_encoder_ffn_dim t2u_decoder_ffn_dim speech_encoder_intermediate_size mamba_d_ssm "
-    "prefix_dense_intermediate_size shared_experts_intermediate_size mamba_intermediate_size",
+    "mlp_dim prefix_dense_intermediate_size shared_experts_intermediate_size mamba_intermediate_size",
     POSITIONS: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions "
     "max_target_positions max_encoder_position_embeddings max_decoder_position_embeddings "
     "t2u_max_position_embeddings max_2d_position_embeddings",
@@ -72,17 +73,19 @@ def shrunk(config: Any, ids: dict[str, int] | None = None) -> dict[str, Any]:
     """
     ids = {} if ids is None else ids
     kept = kept_layers(config)
+    # What encloses a configuration may give it other values than its class does.
+    plain = vars(type(config)())
     values = {
         name: small
         for name, value in _fields(config)
-        if (small := _smaller(name, value, kept, config, ids)) != value
+        if (small := _smaller(name, value, kept, config, ids)) != plain.get(name)
     }
     for name, kind in _sub_kinds(config).items():
         if (inner := getattr(config, name, None)) is not None and not isinstance(inner, dict):
             values[name] = shrunk(inner, ids)
             if kind.__name__ == "AutoConfig":
                 values[name]["model_type"] = inner.model_type
-    if hasattr(config, "use_sliding_window") and hasattr(config, "layer_types"):
+    if {"use_sliding_window", "layer_types"} <= vars(config).keys():
         values |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
         values["layer_types"] = ["full_attention", "sliding_attention"]
     return merged(values, CONFIGS.get(config.model_type, {}))
@@ -104,14 +107,15 @@ def _sub_kinds(config: Any) -> dict[str, Any]:
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     inner = _sub_kinds(config)
-    for name in getattr(type(config), "__dataclass_fields__", {}):
-        if name not in inner and hasattr(config, name):
-            yield name, getattr(config, name)
+    # Not by getattr, which refuses what varies by layer.
+    for name, value in vars(config).items():
+        if name not in inner and name in getattr(type(config), "__dataclass_fields__", {}):
+            yield name, value
 
 
 def kept_layers(config: Any) -> dict[int, list[int]]:
     """For each number of layers, which are kept: the first of every type, two at least."""
-    depths = {getattr(config, name, None) for name in DEPTHS.split()}
+    depths = {vars(config).get(name) for name in DEPTHS.split()}
     counts = {depth for depth in depths if type(depth) is int and depth > 0}
     return {count: _first_of_types(config, count) for count in counts}
 
@@ -138,6 +142,8 @@ def _smaller(
         return len(kept[value])
     if name.endswith(("_token_id", "_token_index")) and _is_id(value):
         return ids.setdefault(name, max(VOCABULARY, VOCAB - 1 - len(ids)))
+    if isinstance(value, (list, tuple)) and name in SMALL:
+        return [_number(name, one, config) for one in value]
     return _number(name, value, config)
 
 
@@ -149,11 +155,11 @@ def _number(name: str, value: Any, config: Any) -> Any:
     """Make one number small by the name of its field."""
     if type(value) is not int:
         return value
-    if name in ("vocab_size", "num_embeddings") or (name.endswith("vocab_size") and value > VOCAB):
+    if name == "vocab_size" or ("vocab_size" in name and value > VOCAB):
         return VOCAB
     if name.endswith(("num_key_value_heads", "num_kv_heads", "kv_n_heads")):
-        heads = getattr(config, name.replace("key_value", "attention"), None)
+        heads = vars(config).get(name.replace("key_value", "attention"))
         return 4 if value == heads else min(value, 2)
-    if name == "head_dim" and value == getattr(config, "qk_rope_head_dim", None):
+    if name == "head_dim" and value == vars(config).get("qk_rope_head_dim"):
         name = "qk_rope_head_dim"
     return min(value, SMALL.get(name, value))
