@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,10 +10,12 @@ from clearhead.dependence.library.runs.contrasts import (
     TRIED,
     Contrast,
     contrasts,
+    given,
     reading_the_future,
+    with_output,
 )
 from clearhead.dependence.library.runs.evidence import FUTURE, evidence_of, with_future
-from clearhead.dependence.library.runs.measuring import Compared, compared
+from clearhead.dependence.library.runs.measuring import Compared, compared, other_outputs
 from clearhead.dependence.library.runs.scripts import reproduces, written
 
 if TYPE_CHECKING:
@@ -50,8 +52,20 @@ def confirm(row: Row, make: Callable[[], Built]) -> Proof:
 
 
 def _shown(row: Row, built: Built) -> tuple[Contrast, Compared] | None:
-    """Find a pair of runs that differ: the most of the first, or else the first of the others."""
-    pairs = contrasts(row, built)
+    """Find a pair of runs whose logits differ, or else another output."""
+    best = _most(built, contrasts(row, built))
+    if best is None or best[1].real or row.form == "generation":
+        return best
+    inputs = given(row, built)
+    for name, axis in other_outputs(built.model, inputs, inputs[built.stream].shape[1]):
+        other = _most(built, (with_output(one, name, axis) for one in contrasts(row, built)))
+        if other is not None and other[1].real:
+            return other
+    return best
+
+
+def _most(built: Built, pairs: Iterator[Contrast]) -> tuple[Contrast, Compared] | None:
+    """Take the pair that differs most of the first, or else the first that differs at all."""
     found = [(pair, compared(built.model, pair)) for pair in islice(pairs, TRIED)]
     best = max(found, key=lambda one: (one[1].real, one[1].size), default=None)
     if best is None or best[1].real:
@@ -67,19 +81,19 @@ def _proof(row: Row, built: Built, contrast: Contrast, sizes: Compared) -> Proof
     if FUTURE in seen:
         contrast = reading_the_future(with_future(row, built), built, row.detail)
         sizes = compared(built.model, contrast)
-    script = written(row, built, contrast, sizes, _says(row, seen))
+    script = written(row, built, contrast, sizes, _says(row, seen, contrast))
     kind = str(getattr(built.model.config, "model_type", ""))
     return Proof(True, sizes, seen, kind, script if reproduces(script) else "")
 
 
-def _says(row: Row, seen: frozenset[str]) -> str:
+def _says(row: Row, seen: frozenset[str], contrast: Contrast) -> str:
     """Say in a line what the script shows."""
     options = "".join(f", {name}={value}" for name, value in row.call.items())
     if FUTURE in seen:
         return f"the logits read the future ({row.detail})"
     if row.form == "batch":
         return f"the logits of sample {row.query} read sample {row.source}"
-    where = f"the logits at position {row.query} of sample {row.sample}"
+    where = f"the {contrast.two.output} at position {row.query} of sample {row.sample}"
     if row.form in ("generation", "modes") or "amount" in row.detail:
         return f"{where} differ ({row.form}: {row.detail})"
     return f"{where} read position {row.source} ({row.form}: {row.detail}{options})"

@@ -1,16 +1,170 @@
-"""Where the faults that were traced by hand come from: file and function in transformers."""
+"""Where the faults that were traced by hand come from: file, function, and what it does."""
 
 from __future__ import annotations
 
-__all__ = ["CAUSES", "cause_of"]
+from typing import NamedTuple
 
-# (model_type, form, kind) -> the place of the cause, which is not always where it first shows.
-CAUSES: dict[tuple[str, str, str], str] = {
-    ("falcon", "causal", "leak"): "models/falcon/modeling_falcon.py: FalconAttention.forward",
-    ("fsmt", "causal", "cache mask"): "models/fsmt/modeling_fsmt.py: FSMTModel.forward",
+__all__ = ["CAUSES", "Cause", "cause_of"]
+
+
+class Cause(NamedTuple):
+    """The place of a cause, which is not always where it first shows, and what happens there."""
+
+    place: str
+    reason: str
+
+
+def _cause(folder: str, function: str, reason: str) -> Cause:
+    return Cause(f"transformers/models/{folder}/modeling_{folder}.py, {function}", reason)
+
+
+_WITHOUT_POSITIONS = "the mask is made without position_ids, so packed documents are not seen"
+_MASKS = "_create_attention_masks"
+_EMPTY_STATE = (
+    "a chunk of several tokens starts from an empty state: the state of the cache is read for"
+    " single tokens alone"
+)
+_ALL_CACHED = "the masks of the decoder are made only where nothing is cached (use_cache=False)"
+
+# (model_type, form, kind) -> cause.
+CAUSES: dict[tuple[str, str, str], Cause] = {
+    ("falcon", "causal", "leak"): _cause(
+        "falcon",
+        "FalconAttention.forward",
+        "with sdpa the mask is bool; where weights are requested it is added to the scores, which"
+        " masks nothing",
+    ),
+    ("prophetnet", "causal", "leak"): _cause(
+        "prophetnet",
+        "ProphetNetNgramSelfAttention.get_predict_relative_pos_embeddings",
+        "position embeddings that are laid out as (sequence, ngram, head) are gathered as (ngram,"
+        " head, sequence): a position gets those of others, later ones among them",
+    ),
+    ("fsmt", "causal", "cache mask"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
+    ("fsmt", "generation", "cache mask"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
+    ("fsmt", "padding", "padding content"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
+    ("fsmt", "padding", "padding amount"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
+    ("cpmant", "causal", "leak"): _cause(
+        "cpmant",
+        "CpmAntModel._prepare_attention_mask",
+        "every position counts as context, and all positions may attend to context",
+    ),
+    **{
+        ("big_bird", form, kind): _cause(
+            "big_bird",
+            "BigBirdModel.forward",
+            "block-sparse attention is bidirectional and is used in a decoder, too",
+        )
+        for form, kind in (
+            ("causal", "leak"),
+            ("documents", "documents"),
+            ("generation", "cache mask"),
+        )
+    },
+    ("recurrent_gemma", "padding", "padding content"): _cause(
+        "recurrent_gemma",
+        "RecurrentGemmaRecurrentBlock.forward",
+        "the convolution and the recurrence do not read the padding mask",
+    ),
+    ("recurrent_gemma", "padding", "padding amount"): _cause(
+        "recurrent_gemma",
+        "RecurrentGemmaRecurrentBlock.forward",
+        "the convolution and the recurrence do not read the padding mask",
+    ),
+    ("recurrent_gemma", "documents", "carried state"): _cause(
+        "recurrent_gemma",
+        "RecurrentGemmaRecurrentBlock.forward",
+        "the recurrence starts anew where position_ids are 0, the convolution before it does not",
+    ),
+    ("deepseek_v4", "padding", "padding content"): _cause(
+        "deepseek_v4",
+        "DeepseekV4CSACompressor.forward (and DeepseekV4HCACompressor, DeepseekV4Indexer)",
+        "windows of tokens are pooled from the first one on, padding among them; they take no mask",
+    ),
+    ("deepseek_v4", "padding", "padding amount"): _cause(
+        "deepseek_v4",
+        "DeepseekV4CSACompressor.forward (and DeepseekV4HCACompressor, DeepseekV4Indexer)",
+        "windows of tokens are pooled from the first one on, padding among them; they take no mask",
+    ),
+    ("deepseek_v4", "documents", "documents"): _cause(
+        "deepseek_v4",
+        "DeepseekV4CSACompressor.forward (and DeepseekV4HCACompressor, DeepseekV4Indexer)",
+        "the entries that a query may read are counted by position_ids, from the start of the row:"
+        " they are those of the first document",
+    ),
+    ("moshi", "generation", "cache mask"): _cause(
+        "moshi",
+        "MoshiModel.forward",
+        "one pass attends to all tokens; the cache, made by the sliding_window of the"
+        " configuration, keeps the last ones alone",
+    ),
+    ("bamba", "generation", "cache mask"): _cause(
+        "bamba",
+        "BambaModel.forward",
+        "position_ids that are not given begin at 0 in every call, whatever is cached",
+    ),
+    ("nemotron_h", "generation", "cache mask"): _cause(
+        "nemotron_h",
+        "NemotronHMamba2Mixer.forward",
+        "a pass keeps time steps above time_step_min, the step of a single token does not",
+    ),
+    ("rwkv", "generation", "cache mask"): _cause(
+        "rwkv",
+        "RwkvSelfAttention.extract_key_value",
+        "for a single token the state (batch, hidden) is broadcast against (batch, 1, hidden):"
+        " the samples of a batch are mixed",
+    ),
+    ("llama4_text", "padding", "padding amount"): _cause(
+        "llama4",
+        "Llama4TextAttention.forward",
+        "the temperature of the layers without rotary positions is counted from the first token,"
+        " not from position_ids",
+    ),
+    ("xlm", "padding", "padding amount"): _cause(
+        "xlm",
+        "get_masks",
+        "the causal mask does not have the padding mask in it",
+    ),
+    **{
+        (kind, "generation", "cache mask"): _cause(kind, f"{name}.forward", _EMPTY_STATE)
+        for kind, name in (
+            ("mamba", "MambaMixer"),
+            ("falcon_mamba", "FalconMambaMixer"),
+            ("jamba", "JambaMambaMixer"),
+        )
+    },
+    ("data2vec-text", "documents", "documents"): Cause(
+        f"transformers/models/data2vec/modeling_data2vec_text.py, Data2VecTextModel.{_MASKS}",
+        _WITHOUT_POSITIONS,
+    ),
+    **{
+        (kind, "documents", "documents"): _cause(
+            kind.replace("-", "_"), function, _WITHOUT_POSITIONS
+        )
+        for kind, function in (
+            ("afmoe", "AfmoeModel.forward"),
+            ("bert", f"BertModel.{_MASKS}"),
+            ("bert-generation", f"BertGenerationEncoder.{_MASKS}"),
+            ("biogpt", "BioGptModel.forward"),
+            ("camembert", f"CamembertModel.{_MASKS}"),
+            ("electra", f"ElectraModel.{_MASKS}"),
+            ("ernie", f"ErnieModel.{_MASKS}"),
+            ("gpt_oss", "GptOssModel.forward"),
+            ("megatron-bert", "MegatronBertModel.forward"),
+            ("opt", "OPTDecoder.forward"),
+            ("rembert", "RemBertModel.forward"),
+            ("roberta", f"RobertaModel.{_MASKS}"),
+            ("roberta-prelayernorm", f"RobertaPreLayerNormModel.{_MASKS}"),
+            ("roc_bert", f"RoCBertModel.{_MASKS}"),
+            ("xglm", "XGLMModel.forward"),
+            ("xlm-roberta", f"XLMRobertaModel.{_MASKS}"),
+            ("xlm-roberta-xl", f"XLMRobertaXLModel.{_MASKS}"),
+            ("xmod", f"XmodModel.{_MASKS}"),
+        )
+    },
 }
 
 
-def cause_of(form: str, kind: str, model_type: str) -> str:
-    """The place of a cause that is known, or nothing."""
-    return CAUSES.get((model_type, form, kind), "")
+def cause_of(form: str, kind: str, model_type: str) -> Cause | None:
+    """The cause of a fault, if it was traced."""
+    return CAUSES.get((model_type, form, kind))

@@ -41,6 +41,8 @@ class Run(NamedTuple):
     sample: int
     position: int | slice  # in the last call
     mode: str = ""
+    output: str = "logits"
+    axis: int = 1  # of the positions in the output
 
 
 class Contrast(NamedTuple):
@@ -76,6 +78,13 @@ def with_calls(contrast: Contrast, change: Callable[[Arguments], Arguments]) -> 
         return run._replace(calls=tuple(change(call) for call in run.calls))
 
     return contrast._replace(one=changed(contrast.one), two=changed(contrast.two))
+
+
+def with_output(contrast: Contrast, name: str, axis: int) -> Contrast:
+    """Read another output of the model, whose positions are on an axis."""
+    one, two = (run._replace(output=name, axis=axis) for run in (contrast.one, contrast.two))
+    read = f".{name}[" if axis == 1 else f".{name}.movedim({axis}, 1)["
+    return Contrast(one, two, tuple(line.replace(".logits[", read) for line in contrast.lines))
 
 
 def reading_the_future(row: Row, built: Built, mode: str) -> Contrast:
@@ -123,7 +132,7 @@ def _replaced(
     row: Row, built: Built, inputs: Arguments, key: str, before: tuple[str, ...] = ()
 ) -> Iterator[Contrast]:
     """Replace the one token by others."""
-    sample, source, query = row.sample, row.source or 0, row.query or 0
+    sample, source, query = row.sample, row.source or 0, _read_at(row)
     for token in _others(int(inputs[key][sample, source]), built.vocabulary):
         changed = inputs[key].clone()
         changed[sample, source] = token
@@ -131,11 +140,20 @@ def _replaced(
             *before,
             f'changed = inputs["{key}"].clone()',
             f"changed[{sample}, {source}] = {token}",
-            _both(key, f"[{sample}, {query}]"),
+            _both(key, _spelled(sample, query)),
         )
         yield Contrast(
             Run((inputs,), sample, query), Run(({**inputs, key: changed},), sample, query), lines
         )
+
+
+def _read_at(row: Row, shift: int = 0) -> int | slice:
+    """The position of the logits; what the padding of an encoder moves is read at all of them."""
+    return slice(None) if OF_ENCODER in row.variant else (row.query or 0) - shift
+
+
+def _spelled(sample: int, position: int | slice) -> str:
+    return f"[{sample}]" if isinstance(position, slice) else f"[{sample}, {position}]"
 
 
 def _others(token: int, vocabulary: int) -> list[int]:
@@ -163,7 +181,8 @@ def _padding(row: Row, built: Built) -> Iterator[Contrast]:
 def _alone(
     row: Row, inputs: Arguments, padded: Arguments, key: str, shift: int, line: str
 ) -> Contrast:
-    sample, query, (batch, length) = row.sample, row.query or 0, inputs[key].shape[:2]
+    sample, (batch, length) = row.sample, inputs[key].shape[:2]
+    one, two = _read_at(row, shift), _read_at(row)
     alone = {
         name: value[[sample]] if _has_batch(value, batch) else value
         for name, value in inputs.items()
@@ -172,10 +191,10 @@ def _alone(
         f"alone = {{k: v[[{sample}]] if torch.is_tensor(v) else v for k, v in inputs.items()}}"
         f' | {{"{mask_of(key)}": torch.ones(1, {length}).long()}}',
         line,
-        f"one, two = model(**alone).logits[0, {query - shift}],"
-        f" model(**inputs).logits[{sample}, {query}]",
+        f"one, two = model(**alone).logits{_spelled(0, one)},"
+        f" model(**inputs).logits{_spelled(sample, two)}",
     )
-    return Contrast(Run((alone,), 0, query - shift), Run((padded,), sample, query), lines)
+    return Contrast(Run((alone,), 0, one), Run((padded,), sample, two), lines)
 
 
 def _has_batch(value: Any, batch: int) -> bool:

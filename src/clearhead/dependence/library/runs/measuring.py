@@ -13,7 +13,7 @@ from clearhead.dependence.library.runs.caches import cache_name
 from clearhead.dependence.library.runs.contrasts import Contrast, Run
 from clearhead.dependence.library.runs.modes import WEIGHTS, in_mode
 
-__all__ = ["Compared", "compared"]
+__all__ = ["Compared", "compared", "other_outputs"]
 
 # Rounding of sums of this many terms, for runs that differ in the shapes of their tensors only.
 TERMS = 64
@@ -103,8 +103,20 @@ def _row(model: nn.Module, run: Run) -> _Row:
             call = call | ({"output_attentions": True} if run.mode == WEIGHTS else {})
             answer = twin(**_converted(call, twin), **more)
             more = {name: answer[name]} if len(run.calls) > 1 else {}
-    logits = answer["logits"].detach()
+    logits = answer[run.output].detach().movedim(run.axis, 1)
     return _Row(logits[run.sample, run.position].flatten(), _largest(logits))
+
+
+def other_outputs(model: nn.Module, inputs: dict[str, Any], length: int) -> list[tuple[str, int]]:
+    """The outputs beside the logits that have an entry for each position, and its axis."""
+    with torch.no_grad():
+        answer = copy.deepcopy(model)(**inputs)
+    found = []
+    for name, value in answer.items():
+        if torch.is_tensor(value) and value.is_floating_point() and name != "logits":
+            axes = [axis for axis, size in enumerate(value.shape) if axis and size == length]
+            found += [(name, axes[0])] if axes and value.ndim > 2 else []
+    return found
 
 
 def _converted(call: dict[str, Any], model: nn.Module) -> dict[str, Any]:
