@@ -96,7 +96,7 @@ def _in_float64(model: nn.Module) -> nn.Module | None:
 def _row(model: nn.Module, run: Run) -> _Row:
     """Run, from a fresh copy and one seed: some classes keep their state in the model."""
     twin = in_mode(model, run.mode)
-    name, answer, more = cache_name(model), None, dict[str, Any]()
+    name, answer, more = cache_name(model), dict[str, Any](), dict[str, Any]()
     torch.manual_seed(0)
     with torch.set_grad_enabled(run.mode == "gradients"):
         for call in run.calls:

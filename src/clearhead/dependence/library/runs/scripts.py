@@ -32,7 +32,7 @@ def written(row: Row, built: Built, contrast: Contrast, sizes: Compared, says: s
         else f"model, inputs = model.double(), {_spelled(given(row, built))}",
         *contrast.lines,
         "size, largest = (one - two).abs().max().item(), one.abs().max().item()",
-        'print(f"the logits differ by {size:.3g}; the largest of them is {largest:.3g}")',
+        'print(f"the outputs differ by {size:.3g}; the largest of them is {largest:.3g}")',
         f"raise SystemExit(int(not size <= {limit:.2g}))",
     ]
     return "\n".join(lines) + "\n"
