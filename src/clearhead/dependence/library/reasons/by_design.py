@@ -62,7 +62,7 @@ DESIGNS = (
         types=(
             *("bart", "mbart", "mvp", "plbart", "blenderbot", "blenderbot-small", "pegasus"),
             *("pegasus_x", "bigbird_pegasus", "marian", "led", "trocr", "whisper", "musicgen"),
-            *("musicgen_melody", "encoder-decoder", "prophetnet", "ctrl"),
+            *("musicgen_melody", "encoder-decoder", "ctrl"),
         ),
         detail=_LEFT_AMOUNT,
     ),

@@ -34,12 +34,19 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
         "with sdpa the mask is bool; where weights are requested it is added to the scores, which"
         " masks nothing",
     ),
-    ("prophetnet", "causal", "leak"): _cause(
-        "prophetnet",
-        "ProphetNetNgramSelfAttention.get_predict_relative_pos_embeddings",
-        "position embeddings that are laid out as (sequence, ngram, head) are gathered as (ngram,"
-        " head, sequence): a position gets those of others, later ones among them",
-    ),
+    **{
+        ("prophetnet", form, kind): _cause(
+            "prophetnet",
+            "ProphetNetNgramSelfAttention.get_predict_relative_pos_embeddings",
+            "position embeddings that are laid out as (sequence, ngram, head) are gathered as"
+            " (ngram, head, sequence): a position gets those of others, later ones among them",
+        )
+        for form, kind in (
+            ("causal", "leak"),
+            ("padding", "padding amount"),
+            ("generation", "cache mask"),
+        )
+    },
     ("fsmt", "causal", "cache mask"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
     ("fsmt", "generation", "cache mask"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
     ("fsmt", "padding", "padding content"): _cause("fsmt", "FSMTModel.forward", _ALL_CACHED),
@@ -119,6 +126,12 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
         "Llama4TextAttention.forward",
         "the temperature of the layers without rotary positions is counted from the first token,"
         " not from position_ids",
+    ),
+    ("inkling_text", "padding", "padding amount"): _cause(
+        "inkling",
+        "InklingAttention.forward",
+        "the logarithmic scale of the queries is counted from the first token, not from"
+        " position_ids",
     ),
     ("xlm", "padding", "padding amount"): _cause(
         "xlm",

@@ -28,7 +28,7 @@ CACHE = "equal without a cache"
 POSITIONS = "equal where position_ids are given"
 FUTURE = "reads the future in this mode alone"
 RECURRENT = "first in a convolution or a recurrence"
-# The parameters and modules of layers that carry a state along the positions.
+# The parameters, buffers and modules of layers that carry a state along the positions.
 STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "recurrent_param", "slope_rate")
 CARRIERS = (nn.Conv1d, nn.RNNBase)
 
@@ -100,8 +100,10 @@ def _carries_state(model: nn.Module, path: str) -> bool:
             module = model.get_submodule(".".join(parts[:depth]))
         except AttributeError:
             return False
-        names = {name for name, _ in module.named_parameters(recurse=False)}
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         held = (module, *module.children())
-        if names.intersection(STATES) or any(isinstance(one, CARRIERS) for one in held):
+        if {name for name, _ in tensors}.intersection(STATES) or any(
+            isinstance(one, CARRIERS) for one in held
+        ):
             return True
     return False
