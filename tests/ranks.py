@@ -63,10 +63,11 @@ def _serve(rank: int, world: int, path: str, calls: Any, answers: Any) -> None:
         "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=PATIENT
     )
     groups: dict[int | str, Any] = {
-        size: dist.new_group(list(range(size)), timeout=PATIENT) for size in SIZES
+        size: dist.new_group(list(range(size)), timeout=PATIENT) for size in SIZES if size <= world
     }
     short = timedelta(seconds=SHORT)
-    groups |= {name: dist.new_group(members, timeout=short) for name, members in LOST.items()}
+    lost = {name: members for name, members in LOST.items() if max(members) < world}
+    groups |= {name: dist.new_group(members, timeout=short) for name, members in lost.items()}
     while (call := calls.get()) is not None:
         function, group, given = call
         try:

@@ -32,6 +32,27 @@ class CallSite:
     kind: str = "self"
     place: Place | None = None  # where it is a slice of the whole map of its module
 
+    @property
+    def sizes(self) -> Sizes:
+        """Batch, (query) heads, queries and sources."""
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> range:
+        """The numbers of its heads in the layer, of which other ranks may hold others."""
+        start = self.place.heads.start if self.place and self.place.heads else 0
+        return range(start, start + self.sizes.head)
+
+    @property
+    def all_heads(self) -> int:
+        """How many heads the layer has, on all ranks."""
+        return self.place.heads.whole if self.place and self.place.heads else self.sizes.head
+
+    @property
+    def ranks(self) -> bool:
+        """Whether other ranks hold other heads of the layer."""
+        return self.place is not None and self.place.heads is not None
+
 
 @dataclass(frozen=True, eq=False)
 class FusedCall(CallSite):

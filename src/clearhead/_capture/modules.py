@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from clearhead._capture.axes import Place
+from clearhead._capture.axes import Place, held_heads
 from clearhead._capture.call import Call
 from clearhead._capture.handler import Handler, in_short
 from clearhead._capture.provenance import Provenance, tensors
@@ -78,10 +78,6 @@ def _positions(x: Tensor) -> Iterator[int]:
     yield math.prod(x.shape[1:-1])
 
 
-def _alike(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
-
-
 def _outermost(names: list[str]) -> list[str]:
     return [name for name in names if not any(_within(name, o) for o in names if o != name)]
 
@@ -105,13 +101,13 @@ class Modules:
         self._given: list[Any] = []
         self._thread, self._task, self._token = threading.get_ident(), _current_task(), object()
         named = list(model.named_modules()) if isinstance(model, nn.Module) else []
-        self._modules = {_plain(name): module for name, module in named}
-        for name, module in self._modules.items():
+        self.by_name = {_plain(name): module for name, module in named}
+        for name, module in self.by_name.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.scripted.add(name)
             else:
                 self.names[id(module)] = name
-        self.eager = len(named) == len(self._modules) and not self.compiled
+        self.eager = len(named) == len(self.by_name) and not self.compiled
 
     def notify_nobody(self) -> None:
         """Forget who is notified: after a block, a cycle would keep what was recorded in it."""
@@ -141,12 +137,12 @@ class Modules:
     @property
     def compiled(self) -> list[nn.Module]:
         """The modules that `module.compile()` was called on."""
-        return [module for module in self._modules.values() if module._compiled_call_impl]
+        return [module for module in self.by_name.values() if module._compiled_call_impl]
 
     @property
     def active(self) -> bool:
         """Whether a call made now is the model's."""
-        return bool(self._stack) or not self._modules
+        return bool(self._stack) or not self.by_name
 
     def runs(self, name: str) -> bool:
         """Whether the module of this name, or one inside it, runs now."""
@@ -187,11 +183,11 @@ class Modules:
 
     def declares_cross(self, name: str) -> bool | None:
         """Whether a module is cross attention by its own attribute or name, where either says."""
-        return declares_cross(self._modules.get(name), name)
+        return declares_cross(self.by_name.get(name), name)
 
     def declared_heads(self, name: str) -> int:
         """Give how many heads a module says that it has; 0 where it does not say."""
-        module = self._modules.get(name)
+        module = self.by_name.get(name)
         found = [getattr(module, name, None) for name in _HEADS]
         return next((x for x in found if isinstance(x, int)), 0)
 
@@ -199,7 +195,7 @@ class Modules:
         """Name the modules called attention that ran without a call that was seen."""
         found = []
         for name in sorted(self.ran):
-            if not _ATTENDS.search(type(self._modules[name]).__name__) or not name:
+            if not _ATTENDS.search(type(self.by_name[name]).__name__) or not name:
                 continue
             if not any(_within(name, other) or _within(other, name) for other in seen):
                 found.append(name)
@@ -209,9 +205,9 @@ class Modules:
         """Name the modules that ran and mix positions by other means, with their classes."""
         whole, found = type(self.model).__name__, {}
         for name in sorted(self.ran - {""}):
-            of = type(self._modules[name]).__name__
+            of = type(self.by_name[name]).__name__
             # Of RecurrentGemmaMLP in RecurrentGemma only MLP names what the module does.
-            same = sum(1 for _ in takewhile(_alike, zip(of, whole, strict=False)))
+            same = sum(1 for _ in takewhile(lambda x: x[0] == x[1], zip(of, whole, strict=False)))
             if _RECURS.search(of[same:]) and not any(_within(other, name) for other in seen):
                 found[name] = of
         return [(name, found[name]) for name in _outermost(list(found))]
@@ -222,16 +218,16 @@ class Modules:
 
     def mixers(self) -> list[str]:
         """Name the classes of the modules that ran and may mix positions without attention."""
-        classes = {type(self._modules[name]).__name__ for name in self.ran}
+        classes = {type(self.by_name[name]).__name__ for name in self.ran}
         return sorted(name for name in classes if _MIXES.search(name) or _ATTENDS.search(name))
 
     def takes_fast_path(self, module: nn.Module, inputs: tuple[Any, ...]) -> bool:
         """Whether torch would run this module through its fused encoder path."""
-        if not isinstance(module, _FAST):
+        if module.training or not isinstance(module, _FAST):
             return False
         if isinstance(module, nn.MultiheadAttention) and len({*map(id, inputs[:3])}) > 1:
             return False
-        if module.training or not torch.backends.mha.get_fastpath_enabled():
+        if not torch.backends.mha.get_fastpath_enabled():
             return False
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         return not learning
@@ -341,6 +337,8 @@ class Sites:
         for tensor in tensors(given):
             if tensor.is_nested:
                 return "its tensors are nested (jagged), and one weight map has no such lengths"
+            if hasattr(tensor, "device_mesh"):
+                return "its tensors are DTensors: let the projections give the local ones"
             if is_mapped(tensor):
                 return "it runs inside of torch.vmap, where no values can be read"
         return None
@@ -370,6 +368,8 @@ class Sites:
         layer = self._layers.setdefault(module, len(self._layers))
         number = self._calls[module] = self._calls.get(module, -1) + 1
         kind, place = self._kind(module, roots), self._confirmed(module, call)
+        held = held_heads(self._modules.by_name, module, call)
+        place = place if held is None else replace(place or Place(), heads=held)
         return replace(call, module=module, layer=layer, call=number, kind=kind, place=place)
 
     def _confirmed(self, module: str, call: Call) -> Place | None:

@@ -111,6 +111,9 @@ class _Keeper(Handler):
 
     def after(self, call: Call, context: Tensor) -> None:
         """Keep a call whose weights times values are its context."""
+        if call.ranks:
+            got = f"heads {call.heads.start} to {call.heads.stop - 1} of {call.all_heads}"
+            raise value_error("model", "has all heads of a layer in this process", got=got)
         _check_weights(call, context)
         self.calls.append(call)
 

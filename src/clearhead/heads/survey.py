@@ -152,6 +152,12 @@ class Survey:
                 f"{others} attention modules are left out: they are no self-attention over "
                 "the tokens' positions"
             )
+        if any(len(record.heads) < record.sizes[1] for record in seen):
+            hint = "watch(model) on every rank, and distributed.gather(seen)"
+            got = f"{len(seen[0].heads)} of {seen[0].sizes[1]}"
+            raise value_error(
+                "model", "has all heads of a layer in this process", got=got, hint=hint
+            )
         self._heads = max(record.sizes[1] for record in seen)
         if self._body is not None:
             # Logits are not read: where the body makes all calls, the head of the model is skipped.

@@ -96,7 +96,7 @@ class EdgeCut(Cut):
         return offsets.edges(self._of_heads(call, heads), call)
 
     def _of_heads(self, call: Call, heads: list[int]) -> Mask:
-        own = self._edges.own
+        own, heads = self._edges.own, [call.heads.start + head for head in heads]
         if own.head in (None, 1):
             return self._edges
         if own.head <= max(heads):

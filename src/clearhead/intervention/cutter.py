@@ -45,6 +45,7 @@ class Cutter(Handler):
         self.cuts: list[Cut] = []
         self.names: dict[int, str] = {}
         self.totals: dict[int, int] = {}
+        self.ranks = False  # whether other ranks hold other heads
         self.notes: list[str] = []
         self.mixing: dict[str, str] = {}
         self.slices = [slice(None)]
@@ -60,7 +61,8 @@ class Cutter(Handler):
 
     def after(self, call: Call, context: Tensor) -> Tensor | None:
         """Return the context after all cuts, or None where no cut acts on this call."""
-        self.names[call.layer], self.totals[call.layer] = call.module, call.sizes.head
+        self.names[call.layer], self.totals[call.layer] = call.module, call.all_heads
+        self.ranks = self.ranks or call.ranks
         if not context.numel():
             return None
         offsets = self._offsets[_module_of(call)] = self._locate(call)
@@ -97,14 +99,14 @@ class Cutter(Handler):
 
     def _groups(self, call: Call, samples: slice) -> list[tuple[list[Cut], list[int]]]:
         """Group the heads of a call by the cuts that act on them."""
-        total = call.sizes.head
         cuts = [cut for cut in self.cuts if cut.samples in (slice(None), samples)]
 
         def which(head: int) -> list[int]:
-            held = enumerate(cut.selection.holds(call.layer, head, total) for cut in cuts)
+            name, total = call.heads[head], call.all_heads
+            held = enumerate(cut.selection.holds(call.layer, name, total) for cut in cuts)
             return [number for number, holds in held if holds]
 
-        heads = sorted(range(total), key=which)
+        heads = sorted(range(call.sizes.head), key=which)
         grouped = [(key, list(some)) for key, some in groupby(heads, key=which)]
         return [([cuts[n] for n in key], some) for key, some in grouped if key]
 
@@ -178,7 +180,7 @@ class Cutter(Handler):
     def finish(self, name: str, cut: Cut) -> None:
         """Raise where the cut reached nothing, or changed nothing."""
         self.reached(name, cut)
-        if any(moved > 0 for moved in cut.moved.values()):
+        if any(moved > 0 for moved in cut.moved.values()) or (self.ranks and not cut.moved):
             return
         heads = sorted(cut.moved)
         some = ", ".join(map(str, heads[:6])) + (", ..." if heads[6:] else "")
@@ -248,7 +250,7 @@ def _after_cuts(
                 weight = edits.weight_on(call, cut.edges(call, heads, offsets))
                 moved = moved * (weight.amax((0, 2)) > 0)
         for head, value in zip(heads, moved.tolist(), strict=True):
-            key = (call.layer, head)
+            key = (call.layer, call.heads.start + head)
             cut.moved[key] = max(cut.moved.get(key, 0.0), value)
     return context
 

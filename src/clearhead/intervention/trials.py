@@ -78,10 +78,10 @@ class EdgeWeights:
             )
 
     def _add(self, call: Call, offsets: Offsets) -> None:
-        total = call.sizes.head
         self.sources = max(self.sources, offsets.source + call.sizes.source)
         for at, thing in enumerate(self.candidates):
-            heads = [h for h in range(total) if thing.where.holds(call.layer, h, total)]
+            of, total = enumerate(call.heads), call.all_heads
+            heads = [h for h, name in of if thing.where.holds(call.layer, name, total)]
             if not heads:
                 continue
             part = edits.narrowed(call, slice(None), heads)

@@ -51,6 +51,7 @@ class Monitor:
         self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._open: contextlib.ExitStack | None = None
         self._ignored = 0
+        self._agreed: set[torch.Size] = set()  # what the ranks have compared
         self._hooks = Hooks(model, self)
 
     # What the hooks call.
@@ -101,7 +102,7 @@ class Monitor:
         totals = self._reader.end()
         self._check_chosen()
         if totals is not None and self._step is not None:
-            self._step.add(over_ranks(totals))
+            self._step.add(over_ranks(totals, self._agreed))
 
     def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End the step after an optimizer has changed a parameter of the model."""
@@ -301,7 +302,9 @@ def monitor(
       the defaults are `clearhead.monitoring.THRESHOLDS` and `PATIENCE`.
     - `steps`: how many steps the history keeps.
 
-    With a process group, every forward that is read is reduced over its ranks.
+    With a process group, every forward that is read is reduced over its ranks, by two all-reduces
+    of a few numbers a head, a maximum and a sum: the samples of DDP and FSDP add up, and the heads
+    that tensor parallelism splits stand side by side, under the numbers of the whole layer.
     """
     if not isinstance(model, nn.Module):
         raise type_error("model", "is a torch.nn.Module, which trains", got=type(model).__name__)

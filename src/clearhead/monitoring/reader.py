@@ -26,7 +26,7 @@ from clearhead._core import is_refusal, plain, unobserved
 from clearhead.attention import choose
 from clearhead.monitoring.rows import KnownRows
 from clearhead.monitoring.statistics import READ, of_call
-from clearhead.monitoring.steps import HeadSums, Layers
+from clearhead.monitoring.steps import CallSums, HeadSums, Layers
 
 __all__ = ["Follower"]
 
@@ -41,7 +41,7 @@ class Follower(Handler):
         self.model, self.sinks, self.through, self.wanted = model, sinks, through, wanted
         self.layers, self.rows = Layers(), KnownRows()
         self.notes: list[str] = []
-        self._calls: list[tuple[int, Tensor, Tensor]] = []
+        self._calls: list[CallSums] = []
         self._made: list[Any] | None = None
         self._interceptor: Interceptor | None = None
         self._met = self._checking = self._fused = False
@@ -107,7 +107,7 @@ class Follower(Handler):
 
     def _wanted(self, call: Call) -> bool:
         """Whether a layer is read; layers that count from the end are known after a forward."""
-        number = self.layers.number(call.module, call.sizes.head)
+        number = self.layers.number(call.module, call.all_heads)
         if self.wanted is None or (self._checking and min(self.wanted) < 0):
             return True
         total = len(self.layers.numbers)
@@ -137,8 +137,9 @@ class Follower(Handler):
     def _read(self, call: Call, context: Tensor, made: list[Any] | None) -> None:
         if self._checking:
             self._check(call, context)
-        number = self.layers.number(call.module, call.sizes.head)
-        self._calls.append((number, *of_call(call, context, self.sinks, self.rows, made)))
+        number = self.layers.number(call.module, call.all_heads)
+        found = of_call(call, context, self.sinks, self.rows, made)
+        self._calls.append(CallSums(number, call.heads, *found))
 
     def _check(self, call: Call, context: Tensor) -> None:
         total = call.sizes.query

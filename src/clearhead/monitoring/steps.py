@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead.monitoring.statistics import STATISTICS
 
-__all__ = ["HeadSums", "Layer", "Layers", "TrainingStep", "over_ranks"]
+__all__ = ["CallSums", "HeadSums", "Layer", "Layers", "TrainingStep", "over_ranks"]
 
 
 class Layer(NamedTuple):
@@ -35,6 +35,15 @@ class Layers:
         return max((layer.heads for layer in self.numbers), default=0)
 
 
+class CallSums(NamedTuple):
+    """Of each head of a call the largest score, and sums over its queries."""
+
+    layer: int
+    heads: range  # their numbers: under tensor parallelism other ranks hold the others
+    most: Tensor  # (head,)
+    sums: Tensor  # (head, statistic but the first)
+
+
 class HeadSums(NamedTuple):
     """Of each layer and head the largest score, and sums over the queries."""
 
@@ -42,16 +51,16 @@ class HeadSums(NamedTuple):
     sums: Tensor  # (layer, head, statistic but the first), 0 there
 
     @staticmethod
-    def of(calls: list[tuple[int, Tensor, Tensor]], layers: Layers) -> HeadSums:
-        """Collect the calls of a forward, (layer, most, sums) each; those of a layer add up."""
-        device, dtype = calls[0][1].device, calls[0][1].dtype
+    def of(calls: list[CallSums], layers: Layers) -> HeadSums:
+        """Collect the calls of a forward; those of a layer add up."""
+        device, dtype = calls[0].most.device, calls[0].most.dtype
         shape = (len(layers.numbers), layers.heads)
         most = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         sums = torch.zeros(*shape, len(STATISTICS) - 1, dtype=dtype, device=device)
-        for layer, high, total in calls:
-            heads = len(high)
-            most[layer, :heads] = torch.maximum(most[layer, :heads], high.to(device))
-            sums[layer, :heads] += total.to(device)
+        for layer, heads, high, total in calls:
+            at = layer, slice(heads.start, heads.stop)
+            most[at] = torch.maximum(most[at], high.to(device))
+            sums[at] += total.to(device)
         return HeadSums(most, sums)
 
     def plus(self, other: HeadSums) -> HeadSums:
@@ -110,15 +119,33 @@ class TrainingStep:
         return place
 
 
-def over_ranks(totals: HeadSums) -> HeadSums:
+def over_ranks(totals: HeadSums, agreed: set[torch.Size]) -> HeadSums:
     """Reduce over the ranks of the default process group, with one call for each operation.
 
-    The numbers are those of this process where there is no group.
+    Heads that other ranks hold have no rows here, and samples add up. `agreed` has the shapes that
+    all ranks had before. The numbers are those of this process where there is no group.
     """
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not there or torch.distributed.get_world_size() == 1:
         return totals
     most, sums = (x.contiguous() for x in totals)
+    if most.shape not in agreed:
+        _check_shapes(most)
+        agreed.add(most.shape)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     torch.distributed.all_reduce(sums, torch.distributed.ReduceOp.SUM)
     return HeadSums(most, sums)
+
+
+def _check_shapes(most: Tensor) -> None:
+    """Raise on every rank where some read other layers: a reduction would mix their numbers."""
+    mine = torch.tensor(most.shape, device=most.device)
+    each = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(each, mine)
+    for rank, other in enumerate(each):
+        if not torch.equal(other, each[0]):
+            first, here = (" layers of up to ".join(map(str, x.tolist())) for x in (each[0], other))
+            raise RuntimeError(
+                f"monitor: rank 0 reads {first} heads, rank {rank} {here}: not one model\n"
+                "  to do: monitor models whose ranks run the same layers, not stages of a pipeline"
+            )

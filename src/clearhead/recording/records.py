@@ -15,9 +15,10 @@ from clearhead._display import mimebundle
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 from clearhead.recording import packed, store
+from clearhead.recording.shares import Share
 from clearhead.recording.table import table
 
-__all__ = ["Record", "Seen", "load"]
+__all__ = ["Record", "Seen", "load", "outlined", "restored"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,9 @@ class Record:
     every query may attend to every source. `check` is the largest difference of sampled rows,
     recomputed, from the model's own output (None under dropout, and where heads are cut). `read`
     is what was read, as `watch` received it.
+
+    Where a model is split over ranks, `sizes` are those of the whole, and `heads` and `queries` the
+    numbers of what is here. `shares` says so too, and `clearhead.distributed.gather` joins them.
 
     Until it is first read, `value` is packed in fewer bytes than its tensors take.
     """
@@ -47,6 +51,7 @@ class Record:
     sizes: Sizes
     prompt: int | None = None  # under generate(): how many of the positions are the prompt's
     source_heads: int | None = None  # heads of the keys; None where the call did not show them
+    shares: tuple[Share, ...] = ()  # of the map of all ranks, where the model is split over them
     # None where the file of the record does not say
     read: Reading | tuple[Reading, ...] | None = None
 
@@ -150,18 +155,7 @@ class Seen(Sequence[Record]):
         """
         if Path(path).exists() and not force:
             raise FileExistsError(f"{path} exists; save(path, force=True) writes over it")
-        writer, records = store.Writer(), []
-        for record in self:
-            plain = {name: getattr(record, name) for name in _PLAIN}
-            records.append(
-                {
-                    **plain,
-                    "mask": writer.mask(record.mask, record.sizes),
-                    "value": writer.value(record.value),
-                    "read": writer.reading(record.read, record.sizes),
-                }
-            )
-        store.write(path, {"notes": self.notes, "records": records}, writer.tensors)
+        store.write(path, *outlined(self))
 
     def __repr__(self) -> str:
         lines = [f"{len(self)} attention calls seen"]
@@ -177,9 +171,23 @@ _TREES = "value", "mask", "read"
 _PLAIN = [field.name for field in fields(Record) if field.name not in _TREES]
 
 
-def load(path: str | Path) -> Seen:
-    """Read the records that `seen.save` wrote."""
-    document, tensors = store.read(path)
+def outlined(seen: Seen) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Turn records into a JSON document, which names their tensors, and these tensors."""
+    writer, records = store.Writer(), []
+    for record in seen:
+        plain = {name: getattr(record, name) for name in _PLAIN}
+        trees = {
+            "mask": writer.mask(record.mask, record.sizes),
+            "value": writer.value(record.value),
+            "read": writer.reading(record.read, record.sizes),
+        }
+        records.append({**plain, **trees})
+    head = {"schema": store.SCHEMA, "version": store.VERSION}
+    return {**head, "notes": list(seen.notes), "records": records}, writer.tensors
+
+
+def restored(document: dict[str, Any], tensors: dict[str, Tensor]) -> Seen:
+    """Make records of what `outlined` gave."""
     seen = Seen()
     seen.notes += document["notes"]
     for outline in document["records"]:
@@ -187,6 +195,7 @@ def load(path: str | Path) -> Seen:
         for name in ("heads", "queries"):
             plain[name] = None if plain[name] is None else tuple(plain[name])
         plain["sizes"] = Sizes(*plain["sizes"])
+        plain["shares"] = tuple(Share(*share) for share in plain["shares"] or ())
         trees = {
             "value": store.value(outline["value"], tensors),
             "mask": store.mask(outline["mask"], tensors),
@@ -194,3 +203,8 @@ def load(path: str | Path) -> Seen:
         }
         seen._records.append(Record(**trees, **plain))
     return seen
+
+
+def load(path: str | Path) -> Seen:
+    """Read the records that `seen.save` wrote."""
+    return restored(*store.read(path))

@@ -55,10 +55,13 @@ class Request:
         wanted = every if self.layers is None else self.layers
         return {layer % total for layer in wanted if -total <= layer < total}
 
-    def heads_of(self, total: int) -> list[int]:
-        """Give the requested heads that a call has."""
-        wanted = range(total) if self.heads is None else self.heads
-        return [head for head in wanted if -total <= head < total]
+    def heads_in(self, call: Call) -> list[int]:
+        """Give the requested heads that a call has, counted from its own first head."""
+        total, here = call.all_heads, call.heads
+        if self.heads is None:
+            return list(range(len(here)))
+        wanted = (head % total for head in self.heads if -total <= head < total)
+        return [head - here.start for head in wanted if head in here]
 
     def queries_of(self, total: int) -> Numbers:
         """Give the requested queries that a call has; None is all."""

@@ -80,9 +80,8 @@ def write(path: str | Path, document: dict[str, Any], tensors: dict[str, Tensor]
     """Write the file whole or not at all."""
     from safetensors.torch import save_file
 
-    head = {"schema": SCHEMA, "version": VERSION, **document}
     with replacing(Path(path)) as part:
-        save_file(tensors, part, metadata={"clearhead": json.dumps(head)})
+        save_file(tensors, part, metadata={"clearhead": json.dumps(document)})
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

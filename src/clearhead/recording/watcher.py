@@ -35,6 +35,7 @@ from clearhead.masks import Mask
 from clearhead.recording import packed
 from clearhead.recording.records import Record, Seen
 from clearhead.recording.request import Numbers, Request
+from clearhead.recording.shares import of_all_heads, shares_of, source_heads, splits_batch
 from clearhead.recording.stitch import Stitcher, stitched
 
 __all__ = ["Watcher"]
@@ -64,6 +65,7 @@ class Watcher(Handler):
         self.call_counts: dict[int, int] = {}
         self._most_queries = 0
         self._outer = active_handlers(model)
+        self._splits_batch = splits_batch(model)
         self._made: list[Any] | None = None
         self._run: Stitcher | None = None
         self._looping = self._drafts = False
@@ -109,7 +111,7 @@ class Watcher(Handler):
         if self._drafts:
             return
         self.known[call.layer] = call.module
-        self.head_counts[call.layer] = call.sizes.head
+        self.head_counts[call.layer] = call.all_heads
         if self._run is None:
             self._count(call)
         if not self._wanted(call):
@@ -158,6 +160,8 @@ class Watcher(Handler):
 
     def _note_slices(self, call: Call) -> None:
         """Note where heads, samples or positions of a record are not those of the layer."""
+        if call.place is not None and call.place.heads is not None:
+            self.note(call.place.heads.note(call.sizes.head))
         text = call.place.note(*call.sizes[2:]) if call.place else ""
         if text and call.module not in self._sliced:
             self._sliced.add(call.module)
@@ -273,7 +277,7 @@ class Watcher(Handler):
 
     def _keep(self, call: Call, check: float | None, prompt: int | None = None) -> None:
         """Read a call, and append its record to `seen` or pass it to `on_call`."""
-        chosen = self.request.heads_of(call.sizes.head)
+        chosen = self.request.heads_in(call)
         queries = self.request.queries_of(call.sizes.query)
         self._most_queries = max(self._most_queries, call.sizes.query)
         if not chosen or queries == () or not self.request.holds_call(call):
@@ -294,22 +298,22 @@ class Watcher(Handler):
             raise
 
     def _record(self, call: Call, value: Any, check: float | None, prompt: int | None) -> Record:
-        total = call.sizes.head
         return Record(
             value=value,
             layer=call.layer,
             module=call.module,
             call=call.call,
             kind=call.kind,
-            mask=call_mask(call, self._masks),
+            mask=of_all_heads(call, call_mask(call, self._masks)),
             scale=call.score_scale,
             check=check,
             how=call.how,
-            heads=tuple(head % total for head in self.request.heads_of(total)),
+            heads=tuple(call.heads[head] for head in self.request.heads_in(call)),
             queries=self.request.queries_of(call.sizes.query),
-            sizes=call.sizes,
+            sizes=call.sizes._replace(head=call.all_heads),
             prompt=prompt,
-            source_heads=call.source_heads,
+            source_heads=source_heads(call),
+            shares=shares_of(call, self._splits_batch),
             read=self.request.read[0] if self.request.single else self.request.read,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clearhead._capture.axes.follow import REORDERS, Layouts
+from clearhead._capture.axes.held import HeldHeads, held_heads
 from clearhead._capture.axes.layout import AxisLayout
 from clearhead._capture.axes.marks import Marks
 from clearhead._capture.axes.place import Fold, Place, fold_of, misread, parted, place_of
@@ -12,10 +13,12 @@ __all__ = [
     "REORDERS",
     "AxisLayout",
     "Fold",
+    "HeldHeads",
     "Layouts",
     "Marks",
     "Place",
     "fold_of",
+    "held_heads",
     "misread",
     "paired_axes",
     "paired_letters",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from clearhead._capture.axes.held import HeldHeads
 from clearhead._capture.axes.layout import Axis, AxisLayout, Factor
 
 __all__ = ["Fold", "Place", "fold_of", "misread", "parted", "place_of"]
@@ -48,6 +49,7 @@ class Place:
     rows: str = ""  # in words, how its samples and heads are not those of the layer
     mixed: bool = False  # whether its queries or sources stand in another order, or with gaps
     turned: bool = False  # whether its axes are not batch and heads, in this order
+    heads: HeldHeads | None = None  # where other ranks hold the other heads of the layer
     flat: bool = False  # whether heads, if there are several, lie in the batch in an unknown order
 
     def note(self, query: int, source: int) -> str:

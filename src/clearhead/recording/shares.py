@@ -1,0 +1,69 @@
+"""Which share of a call's map a record has, where a model is split over ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from clearhead import masks
+from clearhead._capture import Call, dense_edges
+from clearhead.masks import Mask
+
+__all__ = ["Share", "of_all_heads", "shares_of", "source_heads", "splits_batch"]
+
+
+class Share(NamedTuple):
+    """A part of an axis: the first of `count` heads, samples or positions, of `whole` on all ranks.
+
+    `start` and `whole` are None where a rank does not know what the others have.
+    """
+
+    along: str  # "head", "batch" or "position"
+    start: int | None
+    count: int
+    whole: int | None
+
+
+def shares_of(call: Call, split: bool) -> tuple[Share, ...]:
+    """Tell which share of its map a call is; nothing where it is all of it.
+
+    `split` is what `splits_batch` says of the model.
+    """
+    found = []
+    if call.place is not None and call.place.heads is not None:
+        found.append(Share("head", call.heads.start, len(call.heads), call.all_heads))
+    if split:
+        found.append(Share("batch", None, call.sizes.batch, None))
+    return tuple(found)
+
+
+def splits_batch(model: Any) -> bool:
+    """Whether each rank runs the model on samples of its own: under DDP and FSDP."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    kinds: list[type] = [torch.nn.parallel.DistributedDataParallel]
+    sharded = sys.modules.get("torch.distributed.fsdp")
+    if sharded is not None:
+        kinds += [sharded.FSDPModule, sharded.FullyShardedDataParallel]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(isinstance(module, tuple(kinds)) for module in modules)
+
+
+def source_heads(call: Call) -> int | None:
+    """Count the heads of the keys on all ranks, where the call shows them."""
+    if call.place is None or call.place.heads is None:
+        return call.source_heads
+    return call.place.heads.shared
+
+
+def of_all_heads(call: Call, mask: Mask | None) -> Mask | None:
+    """Give a mask that differs from head to head those of other ranks, which it leaves empty."""
+    if mask is None or mask.own.head in (None, 1) or len(call.heads) == call.all_heads:
+        return mask
+    edges = dense_edges(mask, call)
+    whole = edges.new_zeros(edges.shape[0], call.all_heads, *edges.shape[2:])
+    whole[:, call.heads.start : call.heads.stop] = edges
+    return masks.dense(whole)
