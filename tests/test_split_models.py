@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils import _pytree as pytree
 
 import clearhead as ch
 from clearhead import distributed, masks, readings
@@ -102,7 +103,7 @@ def plain(seen: Any) -> Any:
         return None
     records = [
         (x.layer, x.module, x.heads, tuple(x.sizes), x.source_heads, x.groups, x.shares,
-         repr(x.mask), x.queries, torch.utils._pytree.tree_map(lambda y: y.numpy(), list(x.value)))
+         repr(x.mask), x.queries, pytree.tree_map(lambda y: y.numpy(), list(x.value)))
         for x in seen
     ]  # fmt: skip
     return records, list(seen.notes)
@@ -110,9 +111,7 @@ def plain(seen: Any) -> Any:
 
 def close(found: Any, right: Any) -> None:
     """Equal to rounding: the projections of a share sum in another order."""
-    pairs = zip(
-        torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(right), strict=True
-    )
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(right), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(
             torch.as_tensor(one), torch.as_tensor(other), rtol=1e-5, atol=1e-6
@@ -141,7 +140,7 @@ def test_tensor_parallel_records_have_the_numbers_of_their_heads(
             assert record[2] == (2 * rank, 2 * rank + 1)
             assert record[3] == other[3]
             assert record[6] == (("head", 2 * rank, 2, 4),)
-            close(record[9], torch.utils._pytree.tree_map(operator.itemgetter(here), other[9]))
+            close(record[9], pytree.tree_map(operator.itemgetter(here), other[9]))
             assert record[4:6] == (other[4:6] if fused else record[4:6])
         assert notes == [
             f"tensor parallel: heads {2 * rank} to {2 * rank + 1} of 4 are on this rank; "
@@ -191,7 +190,7 @@ def refused(group: Any) -> list[str]:
 
     def tried(*given: Any, **options: Any) -> None:
         try:
-            distributed.gather(*given, group, **options)
+            distributed.gather(*given, group=group, **options)
             said.append("nothing")
         except (ValueError, TypeError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -345,6 +344,7 @@ def on_dtensors(group: Any) -> str:
     model, mesh = Model(fused=False), DeviceMesh.from_group(group, "cpu")
     columns = dict.fromkeys(("query", "key", "value"), ColwiseParallel(use_local_output=False))
     for layer in model.layers:
+        assert isinstance(layer, Attention)
         layer.causal = False
         parallelize_module(layer, mesh, {**columns, "out": RowwiseParallel()})
     try:
@@ -363,12 +363,12 @@ def test_attention_on_dtensors_is_named(ranks: Ranks) -> None:
 def in_transformers(group: Any, path: str) -> Any:
     """A Llama under its own plan of tensor parallelism, and whole; forward and generate."""
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank(group))
     found, tokens = [], torch.arange(12).reshape(2, 6)
     for options in ({}, {"distributed_config": DistributedConfig(tp_size=4)}):
-        model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         with torch.no_grad(), ch.watch(model, read=READ) as seen:
             model(tokens)
             model.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -16,14 +16,14 @@ __all__ = ["Share", "of_all_heads", "shares_of", "source_heads", "splits_batch"]
 
 
 class Share(NamedTuple):
-    """A part of an axis: the first of `count` heads, samples or positions, of `whole` on all ranks.
+    """A part of an axis: the first of `size` heads, samples or positions, of `whole` on all ranks.
 
     `start` and `whole` are None where a rank does not know what the others have.
     """
 
     along: str  # "head", "batch" or "position"
     start: int | None
-    count: int
+    size: int
     whole: int | None
 
 

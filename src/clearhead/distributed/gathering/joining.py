@@ -194,7 +194,7 @@ class _Joining:
 
 def _check_whole(shares: list[Share], ranks: list[int], every: bool, name: str) -> None:
     """Raise where shares overlap, or where some are on none of the ranks."""
-    ends = [(x.start or 0) + x.count for x in shares]
+    ends = [(x.start or 0) + x.size for x in shares]
     for (rank, other), end, share in zip(pairwise(ranks), ends, shares[1:], strict=False):
         if (share.start or 0) < end:
             raise value_error(
@@ -202,6 +202,6 @@ def _check_whole(shares: list[Share], ranks: list[int], every: bool, name: str) 
                 got=f"the same ones on the ranks {rank} and {other}",
                 hint="gather over the group that splits the model, then over that of the samples",
             )  # fmt: skip
-    if every and sum(x.count for x in shares) != shares[0].whole:
-        got = f"{sum(x.count for x in shares)} of {shares[0].whole}"
+    if every and sum(x.size for x in shares) != shares[0].whole:
+        got = f"{sum(x.size for x in shares)} of {shares[0].whole}"
         raise value_error("group", f"has every {shares[0].along} of {name}", got=got)
