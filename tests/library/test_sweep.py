@@ -226,6 +226,23 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path, how):
     assert not list(out.rglob("*.part"))
 
 
+@pytest.mark.slow
+def test_classes_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    classes = ["AfmoeForCausalLM", "GPT2LMHeadModel", "MambaForCausalLM"]
+    rows = audit.library(out=tmp_path, classes=classes, forms=["causal", "documents"])
+    assert {row.verdict for row in of(rows, "GPT2LMHeadModel", "causal")} == {"ok"}
+    for row in of(rows, "AfmoeForCausalLM", "documents"):
+        assert (row.verdict, row.kind, row.confirmed) == ("fault", "documents", True)
+        assert 0 < row.size
+        assert (tmp_path / row.script).read_text().startswith("# AfmoeForCausalLM")
+    backends = {row.backend for row in of(rows, "MambaForCausalLM", "causal") if row.fits}
+    assert backends == {"eager"}  # it says that it has no other one
+    assert read_run(tmp_path)[0]["versions"].keys() == {
+        "clearhead", "python", "torch", "transformers"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -127,7 +126,7 @@ def answers(row: Row, question: Question, built: Subjected) -> list[Row]:
 
     There is no row where the variant is what the class does anyway, as the plain question says.
     """
-    row, started = asked(row, question), time.monotonic()
+    row = asked(row, question)
     if (row.mapping, row.form) in UNFITTING:
         why = UNFITTING[row.mapping, row.form]
         return [replace(row, verdict=NOT_TESTED, reason=f"{UNFIT}{why}")]
@@ -143,9 +142,8 @@ def answers(row: Row, question: Question, built: Subjected) -> list[Row]:
         except Exception as error:
             rows = [replace(row, verdict=NOT_TESTED, reason=reason_of(error))]
     heard = dict.fromkeys(readable(f"{w.category.__name__}: {w.message}") for w in said)
-    seconds = round(time.monotonic() - started, 3)
     notes = tuple(heard)[:NOTES]
-    return [replace(one, seconds=seconds, notes=(*one.notes, *notes)) for one in rows]
+    return [replace(one, notes=(*one.notes, *notes)) for one in rows]
 
 
 def reason_of(error: BaseException) -> str:

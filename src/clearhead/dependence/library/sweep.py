@@ -99,6 +99,8 @@ def audit_library(
     only on the versions that `run.json` in the folder names, and on `seed`.
     """
     chosen = _library(library)
+    if not hasattr(os, "fork"):
+        raise RuntimeError("a sweep forks a process for each class, which this system cannot do")
     _check_numbers(processes=processes, limit=limit, memory=memory)
     _check_choices("forms", forms, FORMS)
     _check_choices("backends", backends, BACKENDS)

@@ -260,7 +260,7 @@ def _not_built(subject: Any, ask: Ask, error: BaseException) -> Row:
 def _answer(
     job: SweepJob, subject: Any, ask: Ask, built: Any, make: Callable[[], Any], said: Any
 ) -> tuple[list[Row], dict[str, str]]:
-    row, start = _row(subject, ask), os.fstat(said.fileno()).st_size
+    row, start, began = _row(subject, ask), os.fstat(said.fileno()).st_size, time.monotonic()
     scripts: dict[str, str] = {}
     try:
         rows = answers(row, ask.question, built)
@@ -269,7 +269,8 @@ def _answer(
     except BaseException as error:  # sys.exit() of a class, too
         rows = [replace(row, verdict=NOT_TESTED, reason=reason_of(error))]
     heard = _heard(said, start)
-    rows = [replace(one, notes=(*one.notes, *heard)) for one in rows]
+    seconds = round(time.monotonic() - began, 3)
+    rows = [replace(one, seconds=seconds, notes=(*one.notes, *heard)) for one in rows]
     return _measured(rows, job.memory), scripts
 
 
@@ -329,8 +330,10 @@ def _limit_memory(gib: float) -> None:
     except OSError:
         return
     most = pages * resource.getpagesize() + int(gib * (1 << 30))
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_PRINTED, MOST_PRINTED))
+    for kind, number in ((resource.RLIMIT_AS, most), (resource.RLIMIT_FSIZE, MOST_PRINTED)):
+        _, hard = resource.getrlimit(kind)
+        number = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(kind, (number, hard))
 
 
 if __name__ == "__main__":
