@@ -234,7 +234,7 @@ def test_classes_of_transformers(tmp_path):
     assert {row.verdict for row in of(rows, "GPT2LMHeadModel", "causal")} == {"ok"}
     for row in of(rows, "AfmoeForCausalLM", "documents"):
         assert (row.verdict, row.kind, row.confirmed) == ("fault", "documents", True)
-        assert 0 < row.size
+        assert row.size > 0
         assert (tmp_path / row.script).read_text().startswith("# AfmoeForCausalLM")
     backends = {row.backend for row in of(rows, "MambaForCausalLM", "causal") if row.fits}
     assert backends == {"eager"}  # it says that it has no other one
