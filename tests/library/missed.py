@@ -67,9 +67,10 @@ def _futures(built: Any, dtype: torch.dtype, more: dict[str, Any]) -> Reading:
     base = _logits(model, inputs)
     worst = Reading(dtype, 0.0, float(base.abs().max()), -1)
     for time in range(ids.shape[1] - 1):
-        for shift in (1, built.vocabulary // 3):
+        for shift in (1, (built.vocabulary - built.lowest) // 3):
             changed = ids.clone()
-            changed[:, time + 1 :] = (changed[:, time + 1 :] + shift) % built.vocabulary
+            later = changed[:, time + 1 :] - built.lowest + shift
+            changed[:, time + 1 :] = built.lowest + later % (built.vocabulary - built.lowest)
             logits = _logits(model, {**inputs, built.stream: changed})
             moved = (logits[:, : time + 1] - base[:, : time + 1]).abs().max()
             size = float("inf") if moved.isnan() else float(moved)

@@ -86,7 +86,8 @@ def _built(model: nn.Module) -> Any:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
     return SimpleNamespace(
-        model=model.eval(), inputs={"input_ids": ids}, stream="input_ids", vocabulary=VOCABULARY,
+        model=model.eval(), inputs={"input_ids": ids}, stream="input_ids",
+        vocabulary=VOCABULARY, lowest=0,
         class_name="Sums", config_class="Config", config={}, backend="eager", seed=0, scale=1.0,
     )  # fmt: skip
 

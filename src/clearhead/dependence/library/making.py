@@ -52,6 +52,7 @@ class Built(NamedTuple):
     backend: str
     seed: int
     scale: float
+    lowest: int = LOWEST  # ids below are special to some class, those from `vocabulary` on to most
 
 
 def build(

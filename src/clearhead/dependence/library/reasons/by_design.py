@@ -133,6 +133,15 @@ DESIGNS = (
         " BigBirdBlockSparseAttention.bigbird_block_sparse_attention",
         types=("big_bird", "bigbird_pegasus"),
     ),
+    Design(
+        "modes",
+        "modes",
+        "block-sparse attention draws its random blocks in training alone",
+        f"{_MODELS}/big_bird/modeling_big_bird.py,"
+        " BigBirdBlockSparseAttention._bigbird_block_rand_mask",
+        types=("big_bird", "bigbird_pegasus"),
+        detail="train",
+    ),
     *(
         Design(
             form,

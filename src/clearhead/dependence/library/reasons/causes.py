@@ -110,6 +110,23 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
         "BambaModel.forward",
         "position_ids that are not given begin at 0 in every call, whatever is cached",
     ),
+    ("blt", "generation", "cache mask"): _cause(
+        "blt",
+        "BltModel.forward",
+        "the patcher and the global transformer take no cache: they read the new tokens alone",
+    ),
+    **{
+        ("blt", form, kind): _cause(
+            "blt",
+            "BltModel.forward",
+            "the patcher and the global transformer take neither the padding mask nor position_ids",
+        )
+        for form, kind in (
+            ("padding", "padding content"),
+            ("padding", "padding amount"),
+            ("documents", "documents"),
+        )
+    },
     ("nemotron_h", "generation", "cache mask"): _cause(
         "nemotron_h",
         "NemotronHMamba2Mixer.forward",

@@ -91,7 +91,8 @@ def reading_the_future(row: Row, built: Built, mode: str) -> Contrast:
     """Replace every token after the query of a row, in a mode of the model."""
     inputs, key, sample, query = given(row, built), built.stream, row.sample, row.query or 0
     changed = inputs[key].clone()
-    changed[sample, query + 1 :] = (changed[sample, query + 1 :] + 1) % built.vocabulary
+    changed[sample, query + 1 :] = changed[sample, query + 1 :].flip(0)
+    changed[sample, -1] = _others(int(inputs[key][sample, -1]), built)[0]
     runs = [
         Run(({**inputs, key: tokens},), sample, query, mode) for tokens in (inputs[key], changed)
     ]
@@ -99,7 +100,7 @@ def reading_the_future(row: Row, built: Built, mode: str) -> Contrast:
     lines = (
         *mode_lines(mode),
         f'changed = inputs["{key}"].clone()',
-        f"changed{after} = (changed{after} + 1) % {built.vocabulary}",
+        f"changed{after} = torch.tensor({changed[sample, query + 1 :].tolist()})",
         _both(key, f"[{sample}, {query}]", mode_options(mode)),
     )
     return Contrast(runs[0], runs[1], lines)
@@ -133,7 +134,7 @@ def _replaced(
 ) -> Iterator[Contrast]:
     """Replace the one token by others."""
     sample, source, query = row.sample, row.source or 0, _read_at(row)
-    for token in _others(int(inputs[key][sample, source]), built.vocabulary):
+    for token in _others(int(inputs[key][sample, source]), built):
         changed = inputs[key].clone()
         changed[sample, source] = token
         lines = (
@@ -156,13 +157,13 @@ def _spelled(sample: int, position: int | slice) -> str:
     return f"[{sample}]" if isinstance(position, slice) else f"[{sample}, {position}]"
 
 
-def _others(token: int, vocabulary: int) -> list[int]:
+def _others(token: int, built: Built) -> list[int]:
     """List other tokens: some that are spread over the vocabulary, and the first."""
-    step = max(vocabulary // (TRIED + 1), 1)
-    found = [(token + n * step) % vocabulary for n in range(1, TRIED + 1)]
-    return [
-        other for other in dict.fromkeys([*found, *range(min(FIRST, vocabulary))]) if other != token
-    ]
+    lowest, number = built.lowest, built.vocabulary - built.lowest
+    step = max(number // (TRIED + 1), 1)
+    found = [lowest + (token - lowest + n * step) % number for n in range(1, TRIED + 1)]
+    first = range(lowest, lowest + min(FIRST, number))
+    return [other for other in dict.fromkeys([*found, *first]) if other != token]
 
 
 def _padding(row: Row, built: Built) -> Iterator[Contrast]:
@@ -267,18 +268,17 @@ def _generation(row: Row, built: Built) -> Iterator[Contrast]:
 
 
 def _batch(row: Row, built: Built) -> Iterator[Contrast]:
-    """Replace every token of one sample, and read another."""
+    """Turn the tokens of one sample round, and read another."""
     inputs, source, query, position = given(row, built), row.source, row.query or 0, row.sample
     keys = [key for key in ("input_ids", "decoder_input_ids") if key in inputs]
-    for step in (1, built.vocabulary // 2):
+    for turned in (1, 5):
         changed, lines = dict(inputs), ["changed = {**inputs}"]
         for key in keys:
             changed[key] = inputs[key].clone()
-            changed[key][source] = (changed[key][source] + step) % built.vocabulary
+            changed[key][source] = inputs[key][source].roll(turned)
             lines += [
                 f'changed["{key}"] = inputs["{key}"].clone()',
-                f'changed["{key}"][{source}] = (changed["{key}"][{source}] + {step})'
-                f" % {built.vocabulary}",
+                f'changed["{key}"][{source}] = changed["{key}"][{source}].roll({turned})',
             ]
         lines.append(
             f"one, two = (model(**x).logits[{query}, {position}] for x in (inputs, changed))"
