@@ -150,6 +150,29 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
         "the logarithmic scale of the queries is counted from the first token, not from"
         " position_ids",
     ),
+    **{
+        (model, "padding", kind): _cause(model, function, reason)
+        for kind in ("padding content", "padding amount")
+        for model, function, reason in (
+            (
+                "convbert",
+                "ConvBertSelfAttention.forward",
+                "the convolutions read the tokens beside each, padding among them, without a mask",
+            ),
+            (
+                "nystromformer",
+                "NystromformerSelfAttention.forward",
+                "landmarks are means over segments, padding among them, and the convolution of the"
+                " values has no mask",
+            ),
+            (
+                "yoso",
+                "YosoSelfAttention.forward",
+                "a mask of 0 and -10000 is expected, and one of 1 and 0 is passed: after"
+                " (1 + mask / 10000).int() it is 1 everywhere",
+            ),
+        )
+    },
     ("xlm", "padding", "padding amount"): _cause(
         "xlm",
         "get_masks",
