@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ class _Fault(NamedTuple):
 
     @property
     def largest(self) -> Row:
-        return max(self.rows, key=lambda row: row.size)
+        # As it is shown: which of two equal ones is larger is rounding, and differs by machine.
+        return max(self.rows, key=lambda row: float(_size(row.size)))
 
 
 def write_report(folder: str | Path, run: dict[str, Any], rows: Sequence[Row], old: Any) -> Path:
@@ -90,11 +92,11 @@ def page(new: Sweep, old: Sweep | None = None) -> str:
     faults = _faults(row for row in rows if row.verdict == FAULT)
     doubtful = _faults(row for row in rows if row.confirmed is False)
     parts = [
-        f"# What the models of {library} {release} let through",
+        f"# The leak report: {library} {release}",
         INTRODUCTION.format(library=library, version=release),
         f"Versions: {_versions(run)}; seed {run['seed']}; backends {', '.join(run['backends'])}.",
         *_section("Counts", "", _counts(rows)),
-        *_section(f"Faults ({len(faults)})", FAULTS, _fault_table(faults)),
+        *_section(f"Faults ({len(faults)})", FAULTS, _all_faults(faults)),
         *_section("Found by the audit, not confirmed", DOUBTFUL, _fault_table(doubtful)),
         *_section("By design", DESIGNED, _design_table(rows)),
         *_section("Not tested", UNTESTED, _untested(rows)),
@@ -183,6 +185,13 @@ def _key(row: Row) -> tuple[str, str, str, str]:
     return row.kind, row.name, row.mapping, row.place or row.module
 
 
+def _all_faults(faults: Sequence[_Fault]) -> list[str]:
+    """Count the faults of each kind, then list them."""
+    kinds = Counter(fault.largest.kind for fault in faults)
+    words = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    return [f"By kind: {words}.", *_fault_table(faults)] if faults else []
+
+
 def _fault_table(faults: Sequence[_Fault]) -> list[str]:
     head = ("kind", "class", "backend", "question", "size", "logits", "where", "script")
     return _table(head, map(_fault_line, faults))
@@ -191,7 +200,7 @@ def _fault_table(faults: Sequence[_Fault]) -> list[str]:
 def _fault_line(fault: _Fault) -> tuple[str, ...]:
     row = fault.largest
     why = "" if row.confirmed is False else row.reason
-    first = "; ".join(filter(None, (_code(row.module), _text(row.place), _text(why))))
+    first = "; ".join(filter(None, (_code(row.module), _code(row.place), _text(why))))
     return (
         row.kind, _code(row.name), ", ".join(_each(one.backend for one in fault.rows)),
         _text("; ".join(_each(_question(one) for one in fault.rows))), _size(row.size),
