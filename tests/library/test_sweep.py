@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from clearhead.cli import main
 from clearhead.dependence import audit, library
 from clearhead.dependence.library import Library, Row, audit_library, read_run
-from clearhead.dependence.library.questions import questions
+from clearhead.dependence.library.questions import _innermost, questions
 from clearhead.dependence.library.rows import ordered, readable
 from tests.library import toys
 
@@ -79,6 +80,15 @@ def test_a_leak_is_one_that_the_class_really_has(swept):
         sizes.append(moved[row.sample, row.query].abs().max().item())
     assert min(abs(size - row.size) for size in sizes) < 1e-9
     assert row.size > row.floor
+
+
+def test_a_place_is_in_the_library_of_the_class():
+    model = toys.Sound()
+    model.add_module("inner", torch.nn.Sequential(toys.Leaking()))
+    for module in ("inner.0.qkv", "inner.0"):
+        assert _innermost(model, module, "tests") is model.inner[0]
+    for module in ("qkv", "Sound (its own forward)", "inner", "nowhere.at.all"):
+        assert _innermost(model, module, "tests") is model
 
 
 def test_documents_that_see_each_other(swept):

@@ -204,9 +204,10 @@ def _padding(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
 
 def _documents(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     _must_take(built.model, "position_ids")
-    ids, restarts = _documents_of(built.inputs[built.stream].shape[1])
+    batch, length = built.inputs[built.stream].shape
+    ids, restarts = _documents_of(length)
     inputs = {n: v for n, v in built.inputs.items() if n not in ("attention_mask", "use_cache")}
-    inputs["position_ids"] = restarts[None]
+    inputs["position_ids"] = restarts.repeat(batch, 1)
     # transformers finds documents by their position ids only where nothing is cached.
     if _takes(built.model, "use_cache"):
         inputs["use_cache"] = False
@@ -338,14 +339,21 @@ def _kind(form: str, detail: str) -> str:
 
 
 def _place(model: Any, module: str) -> str:
-    """Name the file and the function that a module runs, or nothing."""
-    try:
-        found = model if module.endswith(" (its own forward)") else model.get_submodule(module)
-        forward: Callable[..., Any] = type(found).forward
-        code = inspect.unwrap(forward).__code__
-    except AttributeError:  # it is no module, or its forward is not written in Python
-        return ""
-    parts = Path(code.co_filename).parts
+    """Name the file and the function that a module runs: the innermost of the class's library."""
     package = type(model).__module__.partition(".")[0]
+    forward: Callable[..., Any] = type(_innermost(model, module, package)).forward
+    code = inspect.unwrap(forward).__code__
+    parts = Path(code.co_filename).parts
     start = len(parts) - parts[::-1].index(package) - 1 if package in parts else -1
     return f"{'/'.join(parts[start:])}, {inspect.unwrap(forward).__qualname__}"
+
+
+def _innermost(model: Any, module: str, package: str) -> Any:
+    """Find a module by its name; of one of torch, the first parent that is of the package."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    while module:
+        found = modules.get(module)
+        if found is not None and type(found).__module__.partition(".")[0] == package:
+            return found
+        module = module.rpartition(".")[0]
+    return model
