@@ -25,7 +25,7 @@ SIZES = {
     1: "topk_group num_shared_experts n_shared_experts moe_num_shared_experts "
     "first_k_dense_replace num_dense_layers num_hash_layers num_mtp_layers "
     "num_nextn_predict_layers attn_layer_offset expert_layer_offset num_kv_shared_layers",
-    2: "num_experts_per_tok moe_topk moe_top_k moe_k top_k_experts n_group o_groups index_n_heads "
+    2: "num_experts_per_tok moe_topk moe_top_k moe_k top_k_experts n_group o_groups "
     "mamba_n_groups mamba_ngroups n_groups linear_num_key_heads attn_layer_period "
     "expert_layer_period global_attn_every_n_layers num_codebooks hc_mult num_random_blocks "
     "lsh_num_hashes indexer_n_heads num_channels_multiplier moe_layer_interval n_mamba_heads",
@@ -46,7 +46,10 @@ SIZES = {
     "local_attn_chunk_length embedding_rank prompt_length prompt_types segment_types",
     16: "q_lora_rank kv_lora_rank o_lora_rank moe_latent_size num_conv_pos_embeddings "
     "moe_layer_size num_mel_bins image_size prompt_mid_dim num_position_embeddings",
-    32: "hidden_size d_model n_embd dim emb_dim embedding_size embed_dim word_embed_proj_dim "
+    # Indexers add up ReLUs over their heads: with few heads many scores are 0, and ties are broken
+    # by the length of the row.
+    32: "index_n_heads "
+    "hidden_size d_model n_embd dim emb_dim embedding_size embed_dim word_embed_proj_dim "
     "cross_attention_hidden_size text_hidden_size lru_width hidden_size_global hidden_dim "
     "attention_hidden_size backbone_hidden_size output_hidden_size moe_intermediate_size "
     "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
