@@ -54,12 +54,14 @@ SIZES = {
     "attention_hidden_size backbone_hidden_size output_hidden_size moe_intermediate_size "
     "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
     "out_hidden_size moe_shared_expert_intermediate_size input_embedding_size projection_dim "
-    "output_dim d_latents audio_hidden_size nemo_conv_channels ext_pw_out_channel output_channels "
-    "depthwise_separable_out_channel downsample_hidden_size encoder_hidden_size embedding_dim context_size entity_emb_size input_size",
+    "output_dim d_latents audio_hidden_size nemo_conv_channels ext_pw_out_channel "
+    "output_channels depthwise_separable_out_channel downsample_hidden_size encoder_hidden_size "
+    "embedding_dim context_size entity_emb_size input_size",
     64: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner dim_ff dff "
     "ffn_hidden_size dense_intermediate_size intermediate_size_mlp feed_forward_size "
     "t2u_encoder_ffn_dim t2u_decoder_ffn_dim speech_encoder_intermediate_size mamba_d_ssm "
-    "mlp_dim prefix_dense_intermediate_size shared_experts_intermediate_size mamba_intermediate_size",
+    "mlp_dim prefix_dense_intermediate_size shared_experts_intermediate_size "
+    "mamba_intermediate_size",
     POSITIONS: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions "
     "max_target_positions max_encoder_position_embeddings max_decoder_position_embeddings "
     "t2u_max_position_embeddings max_2d_position_embeddings",
@@ -77,7 +79,7 @@ def shrunk(config: Any, ids: dict[str, int] | None = None) -> dict[str, Any]:
     ids = {} if ids is None else ids
     kept = kept_layers(config)
     # What encloses a configuration may give it other values than its class does.
-    plain = vars(type(config)())
+    plain = dict(_fields(type(config)()))
     values = {
         name: small
         for name, value in _fields(config)
@@ -111,14 +113,15 @@ def _sub_kinds(config: Any) -> dict[str, Any]:
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     inner = _sub_kinds(config)
     # Not by getattr, which refuses what varies by layer.
-    for name, value in vars(config).items():
-        if name not in inner and name in getattr(type(config), "__dataclass_fields__", {}):
-            yield name, value
+    other, values = type(config).attribute_map, vars(config)
+    for name in getattr(type(config), "__dataclass_fields__", {}):
+        if name not in inner and other.get(name, name) in values:
+            yield name, values[other.get(name, name)]
 
 
 def kept_layers(config: Any) -> dict[int, list[int]]:
     """For each number of layers, which are kept: the first of every type, two at least."""
-    depths = {vars(config).get(name) for name in DEPTHS.split()}
+    depths = {value for name, value in _fields(config) if name in DEPTHS.split()}
     counts = {depth for depth in depths if type(depth) is int and depth > 0}
     return {count: _first_of_types(config, count) for count in counts}
 
