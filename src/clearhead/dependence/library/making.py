@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clearhead.dependence.library.exceptions import CAUSAL, OF_CLASS, UNBUILDABLE, VARIANTS, WHOLE
+from clearhead.dependence.library.exceptions import CAUSAL, CONFIGS, UNBUILDABLE, VARIANTS, WHOLE
 from clearhead.dependence.library.shrinking import VOCABULARY, merged, shrunk
 from clearhead.dependence.library.subjects import Subject, subject_named
 
@@ -118,18 +118,17 @@ def _class_of(subject: Subject) -> Any:
 
 
 def _plan(kind: Any, subject: Subject) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The arguments of the configuration, and in words what they change."""
+    """The arguments of the configuration, and those of them that are no sizes, in words."""
     name, _, variant = subject.name.partition(":")
     if name in WHOLE:
         return WHOLE[name], ()
     default = kind.config_class()
-    config = merged(shrunk(default), OF_CLASS.get(name, {}))
+    changes = dict(VARIANTS[name][variant]) if variant else {}
     if subject.mapping == "causal":
-        decoder = {"is_decoder": True} if hasattr(default, "is_decoder") else {}
-        config = merged(config | decoder, CAUSAL.get(default.model_type, {}))
-    config = merged(config, VARIANTS[name][variant] if variant else {})
-    changes = {k: v for k, v in config.items() if not isinstance(v, dict)}
-    return config, tuple(f"{name}={value!r}" for name, value in sorted(changes.items()))
+        changes |= {"is_decoder": True} if hasattr(default, "is_decoder") else {}
+        changes |= CAUSAL.get(default.model_type, {})
+    noted = CONFIGS.get(default.model_type, {}) | changes
+    return merged(shrunk(default), changes), tuple(f"{n}={v!r}" for n, v in noted.items())
 
 
 def _model(kind: Any, config: dict[str, Any], backend: str, seed: int) -> nn.Module:

@@ -43,7 +43,8 @@ SIZES = {
     "sliding_window sliding_window_size window_size local_attention attention_window "
     "attention_window_size attention_chunk_size chunk_size mamba_chunk_size "
     "query_pre_attn_scalar laurel_rank gated_norm_rank lsh_attn_chunk_length "
-    "local_attn_chunk_length embedding_rank prompt_length prompt_types segment_types",
+    "local_attn_chunk_length keep_window_size embedding_rank prompt_length prompt_types "
+    "segment_types",
     16: "q_lora_rank kv_lora_rank o_lora_rank moe_latent_size num_conv_pos_embeddings "
     "moe_layer_size num_mel_bins image_size prompt_mid_dim num_position_embeddings",
     # Indexers add up ReLUs over their heads: with few heads many scores are 0, and ties are broken
@@ -93,6 +94,9 @@ def shrunk(config: Any, ids: dict[str, int] | None = None) -> dict[str, Any]:
     if {"use_sliding_window", "layer_types"} <= vars(config).keys():
         values |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
         values["layer_types"] = ["full_attention", "sliding_attention"]
+    if "scale_embedding" in vars(config):
+        # Beside positions of another scale, tokens would hardly count.
+        values["scale_embedding"] = True
     return merged(values, CONFIGS.get(config.model_type, {}))
 
 
