@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clearhead.dependence.library.making import Built, NotBuilt, build, recipe
@@ -47,10 +48,6 @@ def logits(built: Built, **changed: Tensor) -> Tensor:
     return output.logits if "logits" in output else output[0]
 
 
-def weights(built: Built) -> Iterator[Tensor]:
-    yield from built.model.state_dict().values()
-
-
 @pytest.mark.parametrize("name", SAMPLE)
 @pytest.mark.filterwarnings("ignore")
 def test_logits_are_finite_and_depend_on_the_inputs(name: str) -> None:
@@ -59,11 +56,7 @@ def test_logits_are_finite_and_depend_on_the_inputs(name: str) -> None:
     assert tokens.shape == (2, 24)
     assert not built.model.training
     assert int(tokens.max()) < built.vocabulary <= 96
-    was = logits(built)
-    assert torch.isfinite(was).all()
-    assert 0.05 < was.std() < 50
-    moved = logits(built, **{built.stream: (tokens + 1) % built.vocabulary})
-    assert (moved - was).abs().amax() > 1e-3
+    assert alive(built)
     assert sum(p.numel() for p in built.model.parameters()) < 400_000
 
 
@@ -73,23 +66,30 @@ def test_the_same_seed_gives_the_same_bits(name: str) -> None:
     state = torch.get_rng_state()
     one, two, other = build(name), build(name), build(name, seed=1)
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers moved"
-    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(two), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+    assert same(one.model.state_dict(), two.model.state_dict())
+    assert not same(one.model.state_dict(), other.model.state_dict())
     assert torch.equal(one.inputs["input_ids"], two.inputs["input_ids"])
+
+
+def built_again(built: Built) -> dict[str, Tensor]:
+    """The weights that the recipe gives, run as a script would."""
+    names: dict[str, Any] = {"torch": torch, "transformers": transformers}
+    with torch.random.fork_rng(devices=[]):
+        exec("\n".join(recipe(built)), names)
+    return names["model"].state_dict()
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 @pytest.mark.filterwarnings("ignore")
 def test_the_recipe_builds_the_same_model_without_clearhead(name: str) -> None:
     built = build(name)
-    lines = recipe(built)
-    assert len(lines) <= 4
-    assert "clearhead" not in "".join(lines)
-    names: dict[str, Any] = {"torch": torch, "transformers": transformers}
-    with torch.random.fork_rng(devices=[]):
-        exec("\n".join(lines), names)
-    again = names["model"].state_dict()
-    assert all(torch.equal(value, again[key]) for key, value in built.model.state_dict().items())
+    assert len(recipe(built)) <= 4
+    assert "clearhead" not in "".join(recipe(built))
+    assert same(built.model.state_dict(), built_again(built))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -104,9 +104,78 @@ def test_a_class_of_no_mapping_is_refused() -> None:
         build("NoSuchForCausalLM")
 
 
-def test_the_reason_of_what_is_not_built() -> None:
-    with pytest.raises(NotBuilt, match=r"transformers .* has no NoSuchForCausalLM"):
-        build(Subject("NoSuchForCausalLM", "causal", "no_such"))
+@pytest.mark.parametrize(
+    ("name", "backend", "reason"),
+    [
+        ("NoSuchForCausalLM", "eager", "has no NoSuchForCausalLM"),
+        ("MraForMaskedLM", "eager", "its attention is a CUDA kernel"),
+        ("RwkvForCausalLM", "sdpa", "does not support attn_implementation='sdpa'"),
+    ],
+)
+def test_the_reason_of_what_is_not_built(name: str, backend: str, reason: str) -> None:
+    with pytest.raises(NotBuilt, match=re.escape(reason)):
+        build(Subject(name, "causal", "any"), backend)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("needs\n  `timm`")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_from_config", missing)
+    with pytest.raises(NotBuilt, match="needs `timm`"):
+        build("LlamaForCausalLM")
+
+
+def read_future(name: str, backend: str, position: int = 12, **call: Any) -> float:
+    """How much the logits before a position depend on the token that stands there."""
+    built = build(next(s for s in catalogue() if s.name == name), backend)
+    changed = built.inputs[built.stream].clone()
+    changed[:, position] = (changed[:, position] + 7) % built.vocabulary
+    gap = logits(built, **call) - logits(built, **{built.stream: changed}, **call)
+    return gap[:, :position].abs().max().item()
+
+
+def padding_read(name: str) -> float:
+    """How much the logits of real tokens depend on what stands in the left padding."""
+    built = build(name)
+    tokens = built.inputs["input_ids"]
+    mask = torch.cat([torch.zeros_like(tokens[:, :3]), torch.ones_like(tokens)], 1)
+    one, two = (
+        logits(built, input_ids=F.pad(tokens, (3, 0), value=pad), attention_mask=mask)
+        for pad in (90, 40)
+    )
+    return (one - two)[:, 3:].abs().max().item()
+
+
+def other_document_read(name: str) -> float:
+    """How much the second of two packed documents depends on the first."""
+    built = build(name)
+    changed = built.inputs["input_ids"].clone()
+    changed[:, 5] = (changed[:, 5] + 7) % built.vocabulary
+    call: Any = {"position_ids": torch.arange(24).remainder(12).expand(2, -1), "use_cache": False}
+    gap = logits(built, **call) - logits(built, input_ids=changed, **call)
+    return gap[:, 12:].abs().max().item()
+
+
+@pytest.mark.skipif(transformers.__version__ != "5.24.0", reason="the faults of 5.24.0")
+@pytest.mark.filterwarnings("ignore")
+def test_known_faults_show_without_the_audit() -> None:
+    for name in ("FalconForCausalLM", "FalconForCausalLM:new"):
+        assert read_future(name, "sdpa", output_attentions=True) > 0.1
+        assert read_future(name, "eager", output_attentions=True) == 0
+        assert read_future(name, "sdpa") == 0
+    assert read_future("ProphetNetForConditionalGeneration", "eager", 5) > 0.01
+    assert read_future("FSMTForConditionalGeneration", "eager") > 0.1
+    assert read_future("FSMTForConditionalGeneration", "eager", use_cache=False) == 0
+    assert read_future("CpmAntForCausalLM", "eager") > 0.1
+    assert read_future("LlamaForCausalLM", "eager") == 0
+    assert padding_read("RecurrentGemmaForCausalLM") > 0.1
+    assert padding_read("DeepseekV4ForCausalLM") > 0.1
+    assert padding_read("LlamaForCausalLM") == 0
+    assert other_document_read("AfmoeForCausalLM") > 0.1
+    assert other_document_read("GptOssForCausalLM") > 0.1
+    assert other_document_read("LlamaForCausalLM") == 0
 
 
 def test_the_catalogue_lists_every_class_once() -> None:
@@ -125,12 +194,26 @@ def test_the_catalogue_lists_every_class_once() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_how_many_classes_are_built_and_run() -> None:
     ran: dict[str, set[str]] = collections.defaultdict(set)
-    for subject in catalogue():
-        with contextlib.suppress(NotBuilt):
-            built = build(subject)
-            assert torch.isfinite(logits(built)).all(), subject.name
-            ran[subject.mapping].add(subject.class_name)
+    old = transformers.__version__ == "5.17.0"
+    # There its experts give a tuple that the layer does not expect.
+    broken = {"DogeForCausalLM:moe"} if old else set()
+    for subject in (subject for subject in catalogue() if subject.name not in broken):
+        for backend in ("eager", "sdpa"):
+            with contextlib.suppress(NotBuilt):
+                built = build(subject, backend)
+                assert same(built.model.state_dict(), built_again(built)), subject
+                assert alive(built), subject
+                ran[subject.mapping].add(subject.class_name)
     counts = {mapping: len(names) for mapping, names in ran.items()}
-    assert counts["causal"] >= 180
+    assert counts["causal"] >= (165 if old else 180)
     assert counts["masked"] >= 40
     assert counts["encoder-decoder"] >= 24
+
+
+def alive(built: Built) -> bool:
+    """Finite logits of a usual size, the same each time, that depend on the tokens."""
+    tokens = built.inputs[built.stream]
+    one, two = logits(built), logits(built)
+    moved = (logits(built, **{built.stream: (tokens + 1) % built.vocabulary}) - one).abs()
+    usual = bool(torch.isfinite(one).all()) and 0.05 < one.std().item() < 50
+    return usual and torch.equal(one, two) and moved.max().item() > 1e-3

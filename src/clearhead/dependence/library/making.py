@@ -12,6 +12,7 @@ The recipe, which every script of a finding repeats in plain torch (`recipe` wri
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
 from collections.abc import Iterator
@@ -133,7 +134,8 @@ def _plan(kind: Any, subject: Subject) -> tuple[dict[str, Any], tuple[str, ...]]
 
 def _model(kind: Any, config: dict[str, Any], backend: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    made = kind.config_class(**config)
+    # Some configurations take entries out of the dicts that they are given.
+    made = kind.config_class(**copy.deepcopy(config))
     model = kind._from_config(made, attn_implementation=backend, dtype=torch.float32)
     for p in model.eval().parameters():
         if p.requires_grad:
