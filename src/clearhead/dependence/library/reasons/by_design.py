@@ -134,6 +134,22 @@ DESIGNS = (
         types=("big_bird", "bigbird_pegasus"),
     ),
     Design(
+        "padding",
+        "padding amount",
+        "absolute positions: the encoder counts them from the first token, and takes none",
+        f"{_MODELS}/prophetnet/modeling_prophetnet.py, ProphetNetEncoder.forward",
+        types=("prophetnet",),
+        detail=f"{_LEFT_AMOUNT} of the encoder",
+    ),
+    Design(
+        "padding",
+        "padding amount",
+        "global tokens are sums over fixed blocks of the row, which padding on the left shifts",
+        f"{_MODELS}/longt5/modeling_longt5.py, _make_global_fixed_block_ids",
+        types=("longt5",),
+        detail=f"{_LEFT_AMOUNT} of the encoder",
+    ),
+    Design(
         "modes",
         "modes",
         "block-sparse attention draws its random blocks in training alone",
