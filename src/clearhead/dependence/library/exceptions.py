@@ -139,7 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
         "make_ngram_vocab_size_divisible_by": 8,
         "heads_per_ngram": 2,
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 32,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 4,

@@ -28,7 +28,7 @@ SIZES = {
     2: "num_experts_per_tok moe_topk moe_top_k moe_k top_k_experts n_group o_groups "
     "mamba_n_groups mamba_ngroups n_groups linear_num_key_heads attn_layer_period "
     "expert_layer_period global_attn_every_n_layers num_codebooks hc_mult num_random_blocks "
-    "lsh_num_hashes indexer_n_heads num_channels_multiplier moe_layer_interval n_mamba_heads",
+    "lsh_num_hashes num_channels_multiplier moe_layer_interval n_mamba_heads",
     4: "num_attention_heads num_heads n_head n_heads encoder_attention_heads attention_heads "
     "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
     "t2u_encoder_attention_heads t2u_decoder_attention_heads speech_encoder_attention_heads "
@@ -49,7 +49,7 @@ SIZES = {
     "moe_layer_size num_mel_bins image_size prompt_mid_dim num_position_embeddings",
     # Indexers add up ReLUs over their heads: with few heads many scores are 0, and ties are broken
     # by the length of the row.
-    32: "index_n_heads "
+    32: "index_n_heads indexer_n_heads "
     "hidden_size d_model n_embd dim emb_dim embedding_size embed_dim word_embed_proj_dim "
     "cross_attention_hidden_size text_hidden_size lru_width hidden_size_global hidden_dim "
     "attention_hidden_size backbone_hidden_size output_hidden_size moe_intermediate_size "
