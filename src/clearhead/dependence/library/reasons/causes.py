@@ -99,6 +99,35 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
         "the entries that a query may read are counted by position_ids, from the start of the row:"
         " they are those of the first document",
     ),
+    **{
+        ("doge", form, kind): _cause(
+            "doge",
+            "DogeCDMoE.forward",
+            "router logits (token, 2 * key) are viewed as (2, token, key), which mixes those of"
+            " different tokens and samples, as a comment there says",
+        )
+        for form, kind in (
+            ("causal", "leak"),
+            ("padding", "padding content"),
+            ("padding", "padding amount"),
+            ("documents", "documents"),
+            ("generation", "cache mask"),
+            ("batch", "batch"),
+        )
+    },
+    **{
+        ("minimax_m3_vl_text", form, kind): _cause(
+            "minimax_m3_vl",
+            "MiniMaxM3VLIndexer.forward",
+            "blocks of keys are counted from the start of the row, padding and other documents"
+            " among them, as its docstring says of padding",
+        )
+        for form, kind in (
+            ("padding", "padding content"),
+            ("padding", "padding amount"),
+            ("documents", "documents"),
+        )
+    },
     ("moshi", "generation", "cache mask"): _cause(
         "moshi",
         "MoshiModel.forward",
@@ -127,11 +156,17 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
             ("documents", "documents"),
         )
     },
-    ("nemotron_h", "generation", "cache mask"): _cause(
-        "nemotron_h",
-        "NemotronHMamba2Mixer.forward",
-        "a pass keeps time steps above time_step_min, the step of a single token does not",
-    ),
+    **{
+        (kind, "generation", "cache mask"): _cause(
+            kind,
+            f"{name}.forward",
+            "a pass keeps time steps above time_step_min, the step of a single token does not",
+        )
+        for kind, name in (
+            ("nemotron_h", "NemotronHMamba2Mixer"),
+            ("zamba2", "Zamba2MambaMixer"),
+        )
+    },
     ("rwkv", "generation", "cache mask"): _cause(
         "rwkv",
         "RwkvSelfAttention.extract_key_value",
@@ -184,6 +219,7 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
             ("mamba", "MambaMixer"),
             ("falcon_mamba", "FalconMambaMixer"),
             ("jamba", "JambaMambaMixer"),
+            ("zamba", "ZambaMambaMixer"),
         )
     },
     ("data2vec-text", "documents", "documents"): Cause(
