@@ -193,6 +193,8 @@ def _padding(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     side = variant.removesuffix(OF_ENCODER)
     pad, inputs = _pad_id(built), built.inputs
     if variant.endswith(OF_ENCODER):
+        if built.stream == "input_ids":
+            raise _Unfit("it has no encoder that reads tokens")
         mask, model = "attention_mask", _EncoderPadding(built)
         inputs = {n: v for n, v in inputs.items() if not n.startswith("decoder_")}
         _must_take(built.model, mask, "input_ids")
