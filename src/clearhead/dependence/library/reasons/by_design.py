@@ -192,7 +192,7 @@ DESIGNS = (
         types=(
             *("bamba", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text"),
             *("inkling2_loop_text", "lara_mini", "nemotron_h", "olmo_hybrid", "qwen3_5_text"),
-            *("qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "zamba", "zamba2"),
+            *("qwen3_5_moe_text", "qwen3_next", "zamba", "zamba2"),
         ),
     ),
     Design(
@@ -203,7 +203,7 @@ DESIGNS = (
         "transformers/masking_utils.py, create_recurrent_attention_mask (padding alone)",
         types=(
             *("bailing_hybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "minimax"),
-            "zaya",
+            *("qwen4_exp_text", "zaya"),
         ),
     ),
     Design(
