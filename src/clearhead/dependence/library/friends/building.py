@@ -1,0 +1,74 @@
+"""What other libraries give to audit: a few lines of Python that make a small model.
+
+The lines build the model here, and stand as they are in the script of a finding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LENGTH", "SOURCES", "VOCABULARY", "WIDTH", "BuiltFriend", "Friend", "build"]
+
+# Tokens, the width of a model, positions of what is audited, and of what an encoder reads.
+VOCABULARY, WIDTH, LENGTH, SOURCES = 80, 32, 24, 17
+# Weights get noise of SCALE / sqrt(inputs), so that attention is far from uniform.
+SCALE = 1.5
+SCALED = (
+    "for p in model.eval().parameters(): p.data += torch.randn_like(p) * "
+    f"({SCALE} / p.shape[-1] ** 0.5 if p.ndim > 1 else 0.2)"
+)
+
+
+class Friend(NamedTuple):
+    """A model of another library: its name, what it is, and the lines that make `model`."""
+
+    name: str
+    mapping: str  # of the questions that are asked: "causal", "masked", "encoder-decoder"
+    model_type: str
+    library: str  # the package, as it is imported
+    lines: tuple[str, ...]  # with {backend} where the backend is named
+    backends: tuple[str, ...] = ("sdpa",)
+
+    def recipe(self, backend: str, seed: int = 0) -> tuple[str, ...]:
+        """Write the lines that make `model`, with seeded random weights."""
+        made = (line.replace("{backend}", backend) for line in self.lines)
+        return (f"torch.manual_seed({seed})", *made, SCALED)
+
+
+class BuiltFriend(NamedTuple):
+    """A model in eval mode, its inputs, and the lines that build it again."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    stream: str
+    vocabulary: int
+    notes: tuple[str, ...]
+    recipe: tuple[str, ...]
+
+
+def build(
+    subject: Friend, backend: str = "sdpa", *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> BuiltFriend:
+    """Run the lines of a subject; the random state outside stays as it is."""
+    recipe = subject.recipe(backend, seed)
+    # Findings name files of the package that a model says it comes from.
+    names: dict[str, Any] = {"__name__": subject.library, "torch": torch, "nn": nn}
+    with torch.random.fork_rng(devices=[]):
+        exec(compile("\n".join(recipe), f"<{subject.name}>", "exec"), names)
+    encodes = subject.mapping == "encoder-decoder"
+    inputs = {"input_ids": tokens(SOURCES if encodes else LENGTH, seed)}
+    if encodes:
+        inputs["decoder_input_ids"] = tokens(LENGTH, seed + 1)
+    stream = "decoder_input_ids" if encodes else "input_ids"
+    model = names["model"].to(dtype)
+    return BuiltFriend(model, inputs, stream, VOCABULARY, (), recipe)
+
+
+def tokens(length: int, seed: int) -> Tensor:
+    """Draw two samples."""
+    return torch.randint(
+        VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed)
+    )
