@@ -37,7 +37,7 @@ def rounding_floor(runner: Runner, unit: float = 0.0) -> float:
     if isinstance(runner.model, nn.Module):
         for seed in range(2):
             with _jittered(runner.model, seed, unit):
-                sizes.append(_repeat_size(runner))
+                sizes.append(_jitter_size(runner))
     return MARGIN * max(*sizes, unit * largest(runner.base()))
 
 
@@ -51,6 +51,12 @@ def comparison_floor(runner: Runner, seen: Collection[torch.dtype]) -> float:
 
 def _repeat_size(runner: Runner) -> float:
     return float(movement(runner.base(), runner.outputs()).max())
+
+
+def _jitter_size(runner: Runner) -> float:
+    """How far the finite outputs move: where NaN comes or goes, another path was taken."""
+    moved = movement(runner.base(), runner.outputs())
+    return float(moved[torch.isfinite(moved)].amax()) if torch.isfinite(moved).any() else 0.0
 
 
 @contextmanager
@@ -81,6 +87,11 @@ def _jittered(model: nn.Module, seed: int, unit: float) -> Iterator[None]:
     def jitter(_module: nn.Module, _args: Any, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return None
+        if value.is_nested:  # torch's encoder, between its layers
+            return torch.nested.as_nested_tensor([noisy(part) for part in value.unbind()])
+        return noisy(value)
+
+    def noisy(value: Tensor) -> Tensor:
         noise = torch.rand(value.shape, generator=generator, dtype=torch.float32) * 2 - 1
         return value * (1 + max(unit, torch.finfo(value.dtype).eps) * noise.to(value))
 
