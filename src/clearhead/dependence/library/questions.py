@@ -217,6 +217,8 @@ def _documents(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
 
 
 def _generation(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
+    if not getattr(built, "caches", True):
+        raise _Unfit("its forward takes no cache")
     return audit.generation(built.model, built.inputs)
 
 
@@ -282,7 +284,7 @@ class _EncoderPadding(nn.Module):
             decoder_input_ids=self.decoded.expand(batch, -1),
             **rest,
         )
-        logits = answer.logits.flatten(1)[:, None].expand(-1, length, -1)
+        logits = answer["logits"].flatten(1)[:, None].expand(-1, length, -1)
         encoded = getattr(answer, "encoder_last_hidden_state", None)
         return {"logits": logits} if encoded is None else {"logits": logits, "encoder": encoded}
 

@@ -82,7 +82,8 @@ def _proof(row: Row, built: Built, contrast: Contrast, sizes: Compared) -> Proof
         contrast = reading_the_future(with_future(row, built), built, row.detail)
         sizes = compared(built.model, contrast)
     script = written(row, built, contrast, sizes, _says(row, seen, contrast))
-    kind = str(getattr(built.model.config, "model_type", ""))
+    named = built if hasattr(built, "model_type") else getattr(built.model, "config", None)
+    kind = str(getattr(named, "model_type", ""))
     return Proof(True, sizes, seen, kind, script if reproduces(script) else "")
 
 

@@ -38,6 +38,7 @@ class Library(NamedTuple):
     build: str  # (subject, backend, seed=) -> what `questions.Subjected` says
     packages: tuple[str, ...] = ()  # whose versions the rows depend on
     proves: bool = False  # findings are confirmed by `rerun`
+    backends: tuple[str, ...] = BACKENDS  # that its classes have
 
 
 _HOME = "clearhead.dependence.library"
@@ -48,7 +49,24 @@ LIBRARIES = {
         build=f"{_HOME}.making:build",
         packages=("transformers",),
         proves=True,
-    )
+    ),
+    **{
+        name: Library(
+            name,
+            catalogue=f"{_HOME}.friends:{module}",
+            build=f"{_HOME}.friends:build",
+            packages=packages,
+            proves=True,
+            backends=backends,
+        )
+        for name, module, packages, backends in (
+            ("torch", "of_torch", (), ("sdpa",)),
+            ("x-transformers", "of_x_transformers", ("x-transformers",), BACKENDS),
+            ("diffusers", "of_diffusers", ("diffusers",), ("sdpa",)),
+            ("sentence-transformers", "of_sentence_transformers", ("sentence-transformers",), ("sdpa",)),
+            ("peft", "of_peft", ("peft", "transformers"), BACKENDS),
+        )
+    },
 }
 
 
@@ -104,6 +122,9 @@ def audit_library(
     _check_numbers(processes=processes, limit=limit, memory=memory)
     _check_choices("forms", forms, FORMS)
     _check_choices("backends", backends, BACKENDS)
+    backends = [one for one in backends if one in chosen.backends]
+    if not backends:
+        raise value_error("backends", f"of {chosen.name} are {', '.join(chosen.backends)}", got="others")
     if out is None:
         raise type_error("out", "is needed: the folder that the rows are written to")
     names = _chosen(chosen, classes)
@@ -154,7 +175,7 @@ def _library(library: str | Library) -> Library:
         known = ", ".join(LIBRARIES)
         raise value_error("library", f"is one that can be audited ({known})", got=repr(library))
     found = LIBRARIES[library]
-    missing = [name for name in found.packages if find_spec(name) is None]
+    missing = [name for name in found.packages if find_spec(name.replace("-", "_")) is None]
     if missing:
         packages = " ".join(missing)
         raise ImportError(f"library: {packages} is not installed\n  to do: pip install {packages}")

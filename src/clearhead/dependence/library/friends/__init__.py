@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from clearhead.dependence.library.friends.building import BuiltFriend, Friend, build
+from clearhead.dependence.library.friends.of_diffusers import catalogue as of_diffusers
+from clearhead.dependence.library.friends.of_peft import catalogue as of_peft
+from clearhead.dependence.library.friends.of_pooling import catalogue as of_sentence_transformers
 from clearhead.dependence.library.friends.of_torch import catalogue as of_torch
+from clearhead.dependence.library.friends.of_x_transformers import catalogue as of_x_transformers
 
-__all__ = ["BuiltFriend", "Friend", "build", "of_torch"]
+__all__ = [
+    "BuiltFriend",
+    "Friend",
+    "build",
+    "of_diffusers",
+    "of_peft",
+    "of_sentence_transformers",
+    "of_torch",
+    "of_x_transformers",
+]

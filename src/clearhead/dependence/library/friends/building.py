@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LENGTH", "SOURCES", "VOCABULARY", "WIDTH", "BuiltFriend", "Friend", "build"]
+__all__ = ["BuiltFriend", "Friend", "build"]
 
-# Tokens, the width of a model, positions of what is audited, and of what an encoder reads.
-VOCABULARY, WIDTH, LENGTH, SOURCES = 80, 32, 24, 17
+# Tokens, positions of what is audited, and positions of what an encoder reads.
+VOCABULARY, LENGTH, SOURCES = 80, 24, 17
 # Weights get noise of SCALE / sqrt(inputs), so that attention is far from uniform.
 SCALE = 1.5
 SCALED = (
@@ -30,12 +30,13 @@ class Friend(NamedTuple):
     model_type: str
     library: str  # the package, as it is imported
     lines: tuple[str, ...]  # with {backend} where the backend is named
-    backends: tuple[str, ...] = ("sdpa",)
+    imports: str = ""  # more packages: ", x_transformers"
 
     def recipe(self, backend: str, seed: int = 0) -> tuple[str, ...]:
         """Write the lines that make `model`, with seeded random weights."""
         made = (line.replace("{backend}", backend) for line in self.lines)
-        return (f"torch.manual_seed({seed})", *made, SCALED)
+        imports = f"import torch, torch.nn as nn{self.imports}"
+        return (imports, f"torch.manual_seed({seed})", *made, SCALED)
 
 
 class BuiltFriend(NamedTuple):
@@ -46,7 +47,9 @@ class BuiltFriend(NamedTuple):
     stream: str
     vocabulary: int
     notes: tuple[str, ...]
+    model_type: str
     recipe: tuple[str, ...]
+    caches: bool  # whether it takes a cache
 
 
 def build(
@@ -55,8 +58,8 @@ def build(
     """Run the lines of a subject; the random state outside stays as it is."""
     recipe = subject.recipe(backend, seed)
     # Findings name files of the package that a model says it comes from.
-    names: dict[str, Any] = {"__name__": subject.library, "torch": torch, "nn": nn}
-    with torch.random.fork_rng(devices=[]):
+    names: dict[str, Any] = {"__name__": subject.library}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         exec(compile("\n".join(recipe), f"<{subject.name}>", "exec"), names)
     encodes = subject.mapping == "encoder-decoder"
     inputs = {"input_ids": tokens(SOURCES if encodes else LENGTH, seed)}
@@ -64,11 +67,10 @@ def build(
         inputs["decoder_input_ids"] = tokens(LENGTH, seed + 1)
     stream = "decoder_input_ids" if encodes else "input_ids"
     model = names["model"].to(dtype)
-    return BuiltFriend(model, inputs, stream, VOCABULARY, (), recipe)
+    caches = "cache" in "".join(recipe)
+    return BuiltFriend(model, inputs, stream, VOCABULARY, (), subject.model_type, recipe, caches)
 
 
 def tokens(length: int, seed: int) -> Tensor:
     """Draw two samples."""
-    return torch.randint(
-        VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))

@@ -239,7 +239,7 @@ def _sides(value: Tensor, left: bool) -> tuple[int, ...]:
 
 def pad_token(built: Built) -> int:
     """The token that pads: the model's own, its end of text, or 0."""
-    config: Any = built.model.config
+    config: Any = getattr(built.model, "config", None)
     known = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")]
     return next((token for token in known if isinstance(token, int) and token >= 0), 0)
 

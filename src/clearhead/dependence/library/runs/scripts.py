@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from clearhead.dependence.library.friends.building import BuiltFriend
 from clearhead.dependence.library.making import recipe
 from clearhead.dependence.library.runs.contrasts import Contrast, given
 from clearhead.dependence.library.runs.measuring import Compared
@@ -25,17 +26,31 @@ def written(row: Row, built: Built, contrast: Contrast, sizes: Compared, says: s
     limit = sizes.rounding if sizes.own else sizes.exact_rounding
     lines = [
         f"# {row.name}, {row.backend}: {says}",
-        "import torch, transformers",
-        *recipe(built),
+        *_made(row, built),
         f"inputs = {_spelled(given(row, built))}"
         if sizes.own
         else f"model, inputs = model.double(), {_spelled(given(row, built))}",
-        *contrast.lines,
-        "size, largest = (one - two).abs().max().item(), one.abs().max().item()",
-        'print(f"the outputs differ by {size:.3g}; the largest of them is {largest:.3g}")',
+        *(_of_a_dict(line, built) for line in contrast.lines),
+        'print(f"the outputs differ by {(size := (one - two).abs().max().item()):.3g}; "'
+        ' f"the largest of them is {one.abs().max().item():.3g}")',
         f"raise SystemExit(int(not size <= {limit:.2g}))",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _made(row: Row, built: Built) -> list[str]:
+    """The lines that make `model`."""
+    if not isinstance(built, BuiltFriend):
+        return ["import torch, transformers", *recipe(built)]
+    imports, seed, *made = built.recipe
+    # torch has paths that it takes without gradients alone; a script about modes sets its own.
+    no_grad = "" if row.form == "modes" else ", torch.set_grad_enabled(False)"
+    return [imports, seed + no_grad, *made]
+
+
+def _of_a_dict(line: str, built: Built) -> str:
+    """Read the outputs of a friend, which are a plain dict."""
+    return line.replace(".logits", "['logits']") if isinstance(built, BuiltFriend) else line
 
 
 def reproduces(script: str) -> bool:
@@ -43,7 +58,11 @@ def reproduces(script: str) -> bool:
     silence = io.StringIO()
     state = torch.get_rng_state()
     try:
-        with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+        with (
+            contextlib.redirect_stdout(silence),
+            contextlib.redirect_stderr(silence),
+            torch.enable_grad(),  # whatever the script sets ends with it
+        ):
             exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         return end.code == 1
