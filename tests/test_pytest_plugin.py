@@ -208,6 +208,53 @@ def test_a_shrunk_model_of_hugging_face(run, pytester):
     found.assert_outcomes(passed=6)
 
 
+SOUND = "class:torch:MultiheadAttention:bool mask"
+BIASED = "class:torch:MultiheadAttention:mask and is_causal, add_bias_kv"
+
+
+def test_a_sound_class_of_a_library(run):
+    found = run(spec=SOUND)
+    assert found.ret == 0
+    found.assert_outcomes(passed=4, skipped=2)
+    found.stdout.fnmatch_lines(["*SKIPPED*does not apply*position_ids*"])
+
+
+def test_a_class_with_a_fault_fails_with_its_script(run, pytester):
+    found = run("-k", "modes or causality", spec=BIASED)
+    assert found.ret == 1
+    found.assert_outcomes(passed=1, failed=1, deselected=4)
+    found.stdout.fnmatch_lines(["MODES in MultiheadAttention:mask and is_causal, add_bias_kv*"])
+    text = found.stdout.str()
+    script = text[text.index("# MultiheadAttention") :].partition("(int(not")[0]
+    (pytester.path / "script.py").write_text(f"{script}(1)\n", encoding="utf-8")
+    assert "clearhead" not in script
+    assert pytester.runpython(pytester.path / "script.py").ret == 1
+
+
+def test_a_class_of_transformers(run):
+    pytest.importorskip("transformers")
+    found = run("-k", "causality or batch", spec="class:LlamaForCausalLM")
+    assert found.ret == 0
+    found.assert_outcomes(passed=2, deselected=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--clearhead-model", "class:torch:Nothing"], "classes: are in the mappings of torch*"),
+        (
+            ["--clearhead-model", SOUND, "--clearhead-allowed", "everything"],
+            "--clearhead-allowed: has no use for class:torch*",
+        ),
+    ],
+)
+def test_what_is_no_class_and_what_is_not_for_classes(run, words, message):
+    found = run("-k", "batch", *words)
+    assert found.ret == 1
+    found.stdout.fnmatch_lines([message])
+    assert "Traceback" not in found.stdout.str()
+
+
 def test_two_layers_remain_of_each_type():
     transformers = pytest.importorskip("transformers")
     from clearhead.models import tiny_model

@@ -1,8 +1,11 @@
-"""The questions of `clearhead audit`, asked of a model by name."""
+"""The questions of `clearhead audit`, asked of a model or of a class by name."""
 
 from __future__ import annotations
 
 import inspect
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,12 +13,17 @@ from torch import Tensor
 from clearhead import masks, models
 from clearhead._core import is_refusal
 from clearhead.dependence import audit, read_ids
+from clearhead.dependence.library import LIBRARIES, audit_library
 from clearhead.views import open_with_inputs
 
 if TYPE_CHECKING:
     from clearhead.dependence import Report
+    from clearhead.dependence.library import Row
 
-__all__ = ["ask", "open_model"]
+__all__ = ["answer_of", "ask", "audit_class", "open_model"]
+
+# The names of the tests, where the sweeps have other ones.
+FORMS = {"causality": "causal"}
 
 
 def open_model(spec: str, length: int) -> tuple[Any, Any]:
@@ -49,6 +57,57 @@ def ask(
     if report.ok and not report.pairs:
         return None, "; ".join(["nothing was tested", *report.notes])
     return report, ""
+
+
+def audit_class(name: str, asked: Sequence[str]) -> list[Row]:
+    """Audit a tiny random copy of a class, and of its variants, as a sweep over its library does.
+
+    The name is that of a class of transformers, or LIBRARY:NAME. A row's script is its text.
+    """
+    library, _, rest = name.partition(":")
+    if library not in LIBRARIES or not rest:
+        library, rest = "transformers", name
+    forms = [FORMS.get(question, question) for question in asked]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = audit_library(library, folder, [rest], forms, processes=1)
+        return [_with_script(row, Path(folder)) for row in rows]
+
+
+def _with_script(row: Row, folder: Path) -> Row:
+    from dataclasses import replace
+
+    if not row.script:
+        return row
+    return replace(row, script=(folder / row.script).read_text(encoding="utf-8"))
+
+
+def answer_of(question: str, rows: Sequence[Row]) -> tuple[str, str]:
+    """Give "passed", "failed" or "skipped", and the reason, from the rows of a class."""
+    mine = [row for row in rows if row.form == FORMS.get(question, question)]
+    faults = [_told(row) for row in mine if row.verdict == "fault"]
+    lost = [f"NOT TESTED: {_place(row)}: {row.reason}" for row in mine if _is_lost(row)]
+    if faults or lost:
+        return "failed", "\n".join([*faults, *lost])
+    if any(row.verdict != "not tested" for row in mine):
+        return "passed", ""
+    return "skipped", "; ".join(dict.fromkeys(row.reason for row in mine))
+
+
+def _is_lost(row: Row) -> bool:
+    """Whether a question has no answer for another reason than what the class is."""
+    missing = row.reason.startswith("could not be built") or "has no cache" in row.reason
+    return row.untested and not missing
+
+
+def _place(row: Row) -> str:
+    return f"{row.name}, {row.backend}, {row.question}"
+
+
+def _told(row: Row) -> str:
+    size = f"an output moves by {row.size:.3g}, the largest logit is {row.logits:.3g}"
+    first = f"first in {row.module} ({row.place})" if row.place else f"first in {row.module}"
+    script = f"\n\n{row.script}" if row.script else ""
+    return f"{row.kind.upper()} in {_place(row)}: {size}, {first}{script}"
 
 
 def _ask(question: str, model: Any, inputs: Any, edges: Any, ids: list[int]) -> Report:

@@ -21,6 +21,9 @@ QUESTIONS = {
     "modes": "train, eval and backends give the same outputs",
 }
 MARKER = "clearhead"
+# How a spec begins that names a class of a library, and the options that are not for it.
+CLASS = "class:"
+OF_MODELS = {"allowed": "causal", "documents": None, "length": 24}
 # The exit code of `clearhead audit` where nothing could be tested.
 NOT_AUDITED = 3
 _NOT_AUDITED = pytest.StashKey[list[str]]()
@@ -36,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SPEC",
         help="add the audits of a model as tests: package.module:factory, which gives a model or "
         "(model, inputs); hf:DIRECTORY_OR_ID; hf-tiny:DIRECTORY_OR_ID, shrunk to two layers of "
-        "random weights; or what `clearhead audit` takes. May be given more than once",
+        "random weights; class:NAME, a tiny random copy of a class of transformers, or of another "
+        "library by class:LIBRARY:NAME; or what `clearhead audit` takes. May be given more than once",
     )
     group.addoption(
         "--clearhead-allowed",
@@ -114,7 +118,7 @@ class AuditedModel(pytest.Collector):
     def __init__(self, spec: str, **node: Any) -> None:
         super().__init__(**node)
         self.spec = spec
-        self._opened: tuple[Any, Any] | Exception | None = None
+        self._opened: Any = None
 
     def collect(self) -> list[AuditItem]:
         """Make one test for each question."""
@@ -123,11 +127,27 @@ class AuditedModel(pytest.Collector):
     @property
     def opened(self) -> tuple[Any, Any]:
         """The model and its inputs; an error is raised again for each test."""
-        if self._opened is None:
-            from clearhead.integrations.audits import open_model
+        from clearhead.integrations.audits import open_model
 
+        return self._once(lambda: open_model(self.spec, _option(self, "length")))
+
+    @property
+    def class_name(self) -> str:
+        """The class whose tiny copies are audited, or nothing."""
+        return self.spec.removeprefix(CLASS) if self.spec.startswith(CLASS) else ""
+
+    @property
+    def rows(self) -> Any:
+        """What the audits of the class found, of all questions that are asked in this run."""
+        from clearhead.integrations.audits import audit_class
+
+        asked = [one for one in self.session.items if one.parent is self]
+        return self._once(lambda: audit_class(self.class_name, [one.name for one in asked]))
+
+    def _once(self, make: Callable[[], Any]) -> Any:
+        if self._opened is None:
             try:
-                self._opened = open_model(self.spec, _option(self, "length"))
+                self._opened = make()
             except Exception as error:
                 self._opened = error
         if isinstance(self._opened, Exception):
@@ -151,9 +171,30 @@ class AuditItem(pytest.Item):
 
     def runtest(self) -> None:
         """Audit: a finding or an incomplete audit fails; what does not apply is skipped."""
+        self.result = "failed"
+        if self.model.class_name:
+            self._run_class()
+        else:
+            self._run_model()
+
+    def _run_class(self) -> None:
+        from clearhead._core import value_error
+        from clearhead.integrations.audits import answer_of
+
+        for name, default in OF_MODELS.items():
+            if (got := _option(self, name)) != default:
+                rule = f"has no use for {self.model.spec}, which comes with inputs of its own"
+                raise value_error(f"--clearhead-{name}", rule, got=repr(got))
+        result, reason = answer_of(self.name, self.model.rows)
+        if result == "failed":
+            raise AuditFailure(reason)
+        self.result = result
+        if result == "skipped":
+            pytest.skip(reason)
+
+    def _run_model(self) -> None:
         from clearhead.integrations.audits import ask
 
-        self.result = "failed"
         model, inputs = self.model.opened
         options = _option(self, "allowed"), _option(self, "documents")
         report, reason = ask(self.name, model, inputs, *options)

@@ -50,6 +50,7 @@ class BuiltFriend(NamedTuple):
     model_type: str
     recipe: tuple[str, ...]
     caches: bool  # whether it takes a cache
+    lowest: int = 0  # the ids from here to `vocabulary` mean nothing special
 
 
 def build(
