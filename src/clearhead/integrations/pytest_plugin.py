@@ -39,8 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SPEC",
         help="add the audits of a model as tests: package.module:factory, which gives a model or "
         "(model, inputs); hf:DIRECTORY_OR_ID; hf-tiny:DIRECTORY_OR_ID, shrunk to two layers of "
-        "random weights; class:NAME, a tiny random copy of a class of transformers, or of another "
-        "library by class:LIBRARY:NAME; or what `clearhead audit` takes. May be given more than once",
+        "random weights; class:NAME, tiny random copies of a class of transformers, or of another "
+        "library by class:LIBRARY:NAME; or what `clearhead audit` takes. May be given more "
+        "than once",
     )
     group.addoption(
         "--clearhead-allowed",

@@ -25,6 +25,7 @@ FORMS_OF_ONE = {
     "generation": "cached decoding against one pass",
     "modes": "train, eval and backends compared",
 }
+LIBRARIES = "transformers, torch, x-transformers, diffusers, sentence-transformers, peft"
 # What belongs to a sweep, with what it is where it is not given.
 _OF_A_SWEEP: dict[str, Any] = {
     "classes": None,
@@ -84,7 +85,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 def _add_sweep(group: Any) -> None:
     words = "audit tiny random copies of the classes of a library, each in a process of its own"
-    group.add_argument("--library", metavar="NAME", help=f"{words}: transformers")
+    group.add_argument("--library", metavar="NAME", help=f"{words}: {LIBRARIES}")
     lists = {
         "classes": ("NAME", "these classes only"),
         "forms": ("FORM", "of causal padding documents generation batch modes (all)"),

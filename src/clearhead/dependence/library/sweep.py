@@ -51,20 +51,20 @@ LIBRARIES = {
         proves=True,
     ),
     **{
-        name: Library(
-            name,
-            catalogue=f"{_HOME}.friends:{module}",
+        friend.replace("_", "-"): Library(
+            friend.replace("_", "-"),
+            catalogue=f"{_HOME}.friends:of_{friend}",
             build=f"{_HOME}.friends:build",
             packages=packages,
             proves=True,
             backends=backends,
         )
-        for name, module, packages, backends in (
-            ("torch", "of_torch", (), ("sdpa",)),
-            ("x-transformers", "of_x_transformers", ("x-transformers",), BACKENDS),
-            ("diffusers", "of_diffusers", ("diffusers",), ("sdpa",)),
-            ("sentence-transformers", "of_sentence_transformers", ("sentence-transformers",), ("sdpa",)),
-            ("peft", "of_peft", ("peft", "transformers"), BACKENDS),
+        for friend, packages, backends in (
+            ("torch", (), ("sdpa",)),
+            ("x_transformers", ("x-transformers",), BACKENDS),
+            ("diffusers", ("diffusers",), ("sdpa",)),
+            ("sentence_transformers", ("sentence-transformers", "transformers"), ("sdpa",)),
+            ("peft", ("peft", "transformers"), BACKENDS),
         )
     },
 }
@@ -122,9 +122,7 @@ def audit_library(
     _check_numbers(processes=processes, limit=limit, memory=memory)
     _check_choices("forms", forms, FORMS)
     _check_choices("backends", backends, BACKENDS)
-    backends = [one for one in backends if one in chosen.backends]
-    if not backends:
-        raise value_error("backends", f"of {chosen.name} are {', '.join(chosen.backends)}", got="others")
+    backends = _of_the_library(backends, chosen)
     if out is None:
         raise type_error("out", "is needed: the folder that the rows are written to")
     names = _chosen(chosen, classes)
@@ -197,6 +195,15 @@ def _check_choices(name: str, given: Any, known: tuple[str, ...]) -> None:
     unknown = [one for one in given if one not in known]
     if unknown:
         raise value_error(name, f"are some of {', '.join(known)}", got=repr(unknown[0]))
+
+
+def _of_the_library(given: Sequence[str], library: Library) -> list[str]:
+    """Choose the backends that the classes of a library have."""
+    found = [one for one in given if one in library.backends]
+    if not found:
+        rule = f"of {library.name} are {', '.join(library.backends)}"
+        raise value_error("backends", rule, got=", ".join(given))
+    return found
 
 
 def _kept(given: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:

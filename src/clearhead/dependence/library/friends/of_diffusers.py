@@ -1,4 +1,4 @@
-"""diffusers: its attention layer with each processor that takes a mask, self-attention and cross."""
+"""diffusers: its attention layer with each processor that takes a mask, within and across."""
 
 from __future__ import annotations
 

@@ -25,8 +25,14 @@ SIZES = "hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attentio
 ENCODERS = {
     "BertModel, mean": (f"tf.BertModel(tf.BertConfig(vocab_size=80, {SIZES}))", "mean"),
     "BertModel, cls": (f"tf.BertModel(tf.BertConfig(vocab_size=80, {SIZES}))", "cls"),
-    "LlamaModel, lasttoken": (f"tf.LlamaModel(tf.LlamaConfig(vocab_size=80, {SIZES}))", "lasttoken"),
-    "LlamaModel, weightedmean": (f"tf.LlamaModel(tf.LlamaConfig(vocab_size=80, {SIZES}))", "weightedmean"),
+    "LlamaModel, lasttoken": (
+        f"tf.LlamaModel(tf.LlamaConfig(vocab_size=80, {SIZES}))",
+        "lasttoken",
+    ),
+    "LlamaModel, weightedmean": (
+        f"tf.LlamaModel(tf.LlamaConfig(vocab_size=80, {SIZES}))",
+        "weightedmean",
+    ),
 }
 EMBED = "nn.Embedding(80, 32)"
 FEATURES = "'attention_mask': m, 'input_ids': input_ids, 'sentence_lengths': m.sum(1)"
@@ -58,5 +64,5 @@ def _friend(name: str, encoder: str, modules: str) -> Friend:
         ", transformers as tf, sentence_transformers.sentence_transformer.modules as st"
         ", sentence_transformers.sparse_encoder.modules as sparse"
     )
-    kind = name.partition(":")[0]
+    kind = name.partition(":")[0] if encoder == EMBED else encoder[3:].partition("(")[0]
     return Friend(name, "masked", kind, "sentence_transformers", lines, imports)

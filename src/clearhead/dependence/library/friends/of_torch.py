@@ -1,4 +1,4 @@
-"""The attention of torch itself: `nn.MultiheadAttention` and `nn.Transformer*`, in their options."""
+"""The attention of torch: `nn.MultiheadAttention` and `nn.Transformer*`, in their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""x-transformers: its decoder, encoder and encoder-decoder, in the options that change attention."""
+"""x-transformers: decoder, encoder and both, in the options that change attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from clearhead.dependence.library.friends.building import Friend
 __all__ = ["catalogue"]
 
 SIZES = "dim=32, depth=2, heads=4, attn_dim_head=8, attn_flash='{backend}' == 'sdpa', verbose=False"
-# Arguments of the layers, by the name of the variant; all but those that place the tokens in another
-# way have rotary positions.
+# Arguments of the layers, by the name of the variant; those that do not place the tokens in
+# another way have rotary positions.
 ROTARY = "rotary_pos_emb=True"
 LAYERS = {
     "": "",

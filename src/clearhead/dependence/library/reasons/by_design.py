@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from clearhead.dependence.library.reasons.design import Design
+from clearhead.dependence.library.reasons.friends import DESIGNS_OF_FRIENDS
 from clearhead.dependence.library.runs.evidence import POSITIONS
 
-__all__ = ["DESIGNS", "Design", "design_of"]
-
-
-class Design(NamedTuple):
-    """A reason why a finding is meant to be.
-
-    It holds for the findings of a form and a kind whose detail begins with `detail`, of these types
-    of model (of all where none is named), for which the second run saw the evidence (if any).
-    """
-
-    form: str
-    kind: str
-    reason: str
-    reference: str
-    types: tuple[str, ...] = ()
-    evidence: str = ""
-    detail: str = ""
-
-    def explains(
-        self, form: str, kind: str, detail: str, model_type: str, evidence: frozenset[str]
-    ) -> bool:
-        """Whether this is the reason for a finding."""
-        return (
-            (self.form, self.kind) == (form, kind)
-            and detail.startswith(self.detail)
-            and (not self.types or model_type in self.types)
-            and (not self.evidence or self.evidence in evidence)
-        )
+__all__ = ["DESIGNS", "design_of"]
 
 
 _MODELS = "transformers/models"
@@ -214,6 +187,7 @@ DESIGNS = (
         "transformers/masking_utils.py, find_packed_sequence_indices (used by create_causal_mask)",
         types=("openai-gpt", "xlm"),
     ),
+    *DESIGNS_OF_FRIENDS,
 )
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from clearhead.dependence.library.reasons.design import Cause
+from clearhead.dependence.library.reasons.friends import CAUSES_OF_FRIENDS
 
-__all__ = ["CAUSES", "Cause", "cause_of"]
-
-
-class Cause(NamedTuple):
-    """The place of a cause, which is not always where it first shows, and what happens there."""
-
-    place: str
-    reason: str
+__all__ = ["CAUSES", "cause_of"]
 
 
 def _cause(folder: str, function: str, reason: str) -> Cause:
@@ -256,4 +250,5 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
 
 def cause_of(form: str, kind: str, model_type: str) -> Cause | None:
     """The cause of a fault, if it was traced."""
-    return CAUSES.get((model_type, form, kind))
+    key = (model_type, form, kind)
+    return CAUSES.get(key) or CAUSES_OF_FRIENDS.get(key)

@@ -1,0 +1,79 @@
+"""What is known of other libraries: what they mean to do, and what causes a fault."""
+
+from __future__ import annotations
+
+from clearhead.dependence.library.reasons.design import Cause, Design
+
+__all__ = ["CAUSES_OF_FRIENDS", "DESIGNS_OF_FRIENDS"]
+
+_POOLERS = "sentence_transformers/sentence_transformer/modules"
+_FAST = (
+    "without gradients torch takes its fast path, in which a row that may read no source (padding"
+    " on the left of a causal mask) is NaN; the next layer multiplies it by a weight of 0, and all"
+    " rows of the sample are NaN; with gradients they are finite"
+)
+_KERNEL = Cause("torch/nn/modules/activation.py, MultiheadAttention.forward", _FAST)
+
+DESIGNS_OF_FRIENDS = (
+    *(
+        Design(
+            form,
+            kind,
+            "the processor takes attention_mask for the signature that all of them have, and never"
+            " reads it: in the models that it is for every token reads every other, padding too",
+            "diffusers/models/transformers/transformer_sd3.py, SD3Transformer2DModel.forward",
+            types=("JointAttnProcessor2_0",),
+        )
+        for form, kind in (
+            ("causal", "leak"),
+            ("padding", "padding content"),
+            ("padding", "padding amount"),
+        )
+    ),
+    *(
+        Design(
+            "padding",
+            kind,
+            "it is given lengths, not a mask (pack_padded_sequence): padding is on the right",
+            f"{_POOLERS}/lstm.py, LSTM.forward",
+            types=("LSTM",),
+            detail=detail,
+        )
+        for kind, detail in (
+            ("padding content", "content of the left padding"),
+            ("padding amount", "amount of left padding"),
+        )
+    ),
+    Design(
+        "padding",
+        "padding amount",
+        "absolute positions of the encoder: without position_ids they are counted from the first"
+        " token, so padding on the left moves them",
+        "transformers/models/bert/modeling_bert.py, BertEmbeddings.forward",
+        types=("BertModel",),
+        detail="amount of left padding",
+    ),
+)
+
+# (model_type, form, kind) -> cause.
+CAUSES_OF_FRIENDS = {
+    ("MultiheadAttention", "modes", "modes"): Cause(
+        "torch/nn/functional.py, multi_head_attention_forward",
+        "with is_causal and no weights requested the mask is dropped for that of"
+        " scaled_dot_product_attention, which hides the key that add_bias_kv or add_zero_attn"
+        " appends from all queries",
+    ),
+    ("TransformerEncoder", "padding", "padding amount"): Cause(
+        "torch/nn/modules/transformer.py, TransformerEncoderLayer.forward", _FAST
+    ),
+    ("TransformerDecoder", "padding", "padding amount"): _KERNEL,
+    ("Transformer", "padding", "padding amount"): _KERNEL,
+    **{
+        ("CNN", "padding", kind): Cause(
+            f"{_POOLERS}/cnn.py, CNN.forward",
+            "the attention_mask is not used: the convolution reads the embeddings of padding, which"
+            " are zero in WordEmbeddings of a text file alone",
+        )
+        for kind in ("padding content", "padding amount")
+    },
+}
