@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,8 @@ def test_torch_hides_the_bias_key_where_no_weights_are_requested():
     x = torch.randn(1, 5, 8, dtype=torch.float64)
     future = torch.ones(5, 5).triu(1).bool()
     q, k, v = (x @ layer.in_proj_weight.T).chunk(3, -1)
+    assert layer.bias_k is not None
+    assert layer.bias_v is not None
     k, v = torch.cat([k, layer.bias_k], 1), torch.cat([v, layer.bias_v], 1)
     scores = (q @ k.mT / math.sqrt(8)).masked_fill(nn.functional.pad(future, (0, 1)), -math.inf)
     right = scores.softmax(-1) @ v @ layer.out_proj.weight.T
@@ -116,7 +119,8 @@ def test_torch_gives_nan_for_padding_on_the_left_of_a_causal_encoder():
 )
 def test_a_fault_has_a_script_that_reproduces_it(name, form, variant):
     (row,) = asked(name, form, variant)
-    proof = confirm(row, functools.partial(friends.build, TORCH[name]))
+    make: Any = functools.partial(friends.build, TORCH[name])
+    proof = confirm(row, make)
     assert proof.confirmed
     assert settled(row, proof).verdict == "fault"
     lines = proof.script.splitlines()
@@ -165,7 +169,7 @@ def test_a_mean_over_padding_is_the_mean_of_the_tokens():
     ids = built.inputs["input_ids"]
     mask = torch.ones_like(ids)
     mask[:, :3] = 0
-    embedded = built.model[0](ids)[:, 3:].mean(1)
+    embedded = built.model.get_submodule("0")(ids)[:, 3:].mean(1)
     assert torch.allclose(logits(built, attention_mask=mask)[:, 0], embedded, atol=1e-6)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from clearhead.dependence.library.friends.building import BuiltFriend, Friend, build
-from clearhead.dependence.library.friends.of_diffusers import catalogue as of_diffusers
-from clearhead.dependence.library.friends.of_peft import catalogue as of_peft
-from clearhead.dependence.library.friends.of_pooling import catalogue as of_sentence_transformers
-from clearhead.dependence.library.friends.of_torch import catalogue as of_torch
-from clearhead.dependence.library.friends.of_x_transformers import catalogue as of_x_transformers
+from clearhead.dependence.library.friends.diffusers_processors import catalogue as of_diffusers
+from clearhead.dependence.library.friends.peft_adapters import catalogue as of_peft
+from clearhead.dependence.library.friends.poolers import catalogue as of_sentence_transformers
+from clearhead.dependence.library.friends.torch_modules import catalogue as of_torch
+from clearhead.dependence.library.friends.x_transformers_layers import (
+    catalogue as of_x_transformers,
+)
 
 __all__ = [
     "BuiltFriend",
