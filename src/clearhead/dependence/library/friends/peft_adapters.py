@@ -67,12 +67,12 @@ def _weights(name: str, kind: str, words: str) -> Friend:
     lines = (
         "class Model(nn.ModuleDict):",
         "    def forward(self, input_ids, attention_mask=None, position_ids=None, "
-        "past_key_values=None, use_cache=False):",
+        "cache=None, use_cache=False):",
         "        return self.inner(input_ids, attention_mask=attention_mask, "
-        "position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache)",
+        "position_ids=position_ids, cache=cache, use_cache=use_cache)",
         _made(kind, words),
     )
-    return _friend(name, kind, lines)
+    return _friend(name, name if name == "aLoRA" else kind, lines)
 
 
 def _prompt(name: str, kind: str, words: str) -> Friend:

@@ -44,6 +44,17 @@ DESIGNS_OF_FRIENDS = (
             ("padding amount", "amount of left padding"),
         )
     ),
+    *(
+        Design(
+            form,
+            kind,
+            "the adapter acts from the last place of its invocation tokens on, which is looked for"
+            " in the whole row: a later one moves it, and documents of a row share it",
+            "peft/tuners/lora/variants.py, calculate_alora_offsets",
+            types=("aLoRA",),
+        )
+        for form, kind in (("causal", "leak"), ("documents", "documents"))
+    ),
     Design(
         "padding",
         "padding amount",
@@ -53,6 +64,12 @@ DESIGNS_OF_FRIENDS = (
         types=("BertModel",),
         detail="amount of left padding",
     ),
+)
+
+_PROMPTS = Cause(
+    "peft/peft_model.py, PeftModelForCausalLM.forward",
+    "the virtual tokens are put before the padding, and positions are counted over it:"
+    " position_ids are ignored, with a warning",
 )
 
 # (model_type, form, kind) -> cause.
@@ -68,6 +85,10 @@ CAUSES_OF_FRIENDS = {
     ),
     ("TransformerDecoder", "padding", "padding amount"): _KERNEL,
     ("Transformer", "padding", "padding amount"): _KERNEL,
+    **{
+        (kind, "padding", "padding amount"): _PROMPTS
+        for kind in ("PrefixTuning", "PromptTuning", "PromptEncoder")
+    },
     **{
         ("CNN", "padding", kind): Cause(
             f"{_POOLERS}/cnn.py, CNN.forward",
