@@ -181,8 +181,8 @@ def test_every_reason_has_a_reference_and_none_hides_a_traced_fault() -> None:
     hidden = [
         key
         for key in CAUSES
-        if design_of(key[1], key[2], "", key[0], frozenset())
-        or (key[1] != "padding" and design_of(key[1], key[2], "leak", key[0], frozenset()))
+        if design_of(key[1], key[2], "", (key[0],), frozenset())
+        or (key[1] != "padding" and design_of(key[1], key[2], "leak", (key[0],), frozenset()))
     ]
     assert hidden == []
 

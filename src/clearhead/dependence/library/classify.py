@@ -40,9 +40,9 @@ def settled(row: Row, proof: Proof) -> Row:
         logits=sizes.logits,
         confirmed=True,
     )
-    if design := design_of(row.form, kind, row.detail, proof.model_type, proof.evidence):
+    if design := design_of(row.form, kind, row.detail, proof.model_types, proof.evidence):
         return replace(row, verdict=BY_DESIGN, reason=design.reason, reference=design.reference)
-    cause = cause_of(row.form, kind, proof.model_type)
+    cause = cause_of(row.form, kind, proof.model_types)
     return replace(
         row,
         verdict=FAULT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clearhead.dependence.library.runs.contrasts import (
     TRIED,
@@ -31,7 +31,7 @@ class Proof(NamedTuple):
     confirmed: bool
     sizes: Compared | None = None
     evidence: frozenset[str] = frozenset()
-    model_type: str = ""
+    model_types: tuple[str, ...] = ()  # of the configuration, and of the one of its text
     script: str = ""  # shows the finding with torch and transformers alone
     trouble: str = ""  # why it could not be run
 
@@ -82,9 +82,17 @@ def _proof(row: Row, built: Built, contrast: Contrast, sizes: Compared) -> Proof
         contrast = reading_the_future(with_future(row, built), built, row.detail)
         sizes = compared(built.model, contrast)
     script = written(row, built, contrast, sizes, _says(row, seen, contrast))
-    named = built if hasattr(built, "model_type") else getattr(built.model, "config", None)
-    kind = str(getattr(named, "model_type", ""))
-    return Proof(True, sizes, seen, kind, script if reproduces(script) else "")
+    types = _model_types(built)
+    return Proof(True, sizes, seen, types, script if reproduces(script) else "")
+
+
+def _model_types(built: Any) -> tuple[str, ...]:
+    """The types of a model: what its maker calls it; or its own, and that of its text model."""
+    config = getattr(built.model, "config", None)
+    own = (config, getattr(config, "text_config", None))
+    named = (built,) if hasattr(built, "model_type") else own
+    found = [getattr(one, "model_type", "") for one in named]
+    return tuple(dict.fromkeys(str(one) for one in found if one))
 
 
 def _says(row: Row, seen: frozenset[str], contrast: Contrast) -> str:

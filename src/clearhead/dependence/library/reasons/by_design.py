@@ -192,8 +192,8 @@ DESIGNS = (
 
 
 def design_of(
-    form: str, kind: str, detail: str, model_type: str, evidence: frozenset[str]
+    form: str, kind: str, detail: str, types: tuple[str, ...], evidence: frozenset[str]
 ) -> Design | None:
-    """Find the reason for a finding, if it is meant to be."""
-    known = (d for d in DESIGNS if d.explains(form, kind, detail, model_type, evidence))
+    """Find the reason for a finding of a class of these types of model, if it is meant to be."""
+    known = (d for d in DESIGNS if d.explains(form, kind, detail, types, evidence))
     return next(known, None)

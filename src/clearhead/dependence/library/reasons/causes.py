@@ -248,7 +248,7 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
 }
 
 
-def cause_of(form: str, kind: str, model_type: str) -> Cause | None:
-    """The cause of a fault, if it was traced."""
-    key = (model_type, form, kind)
-    return CAUSES.get(key) or CAUSES_OF_FRIENDS.get(key)
+def cause_of(form: str, kind: str, types: tuple[str, ...]) -> Cause | None:
+    """The cause of a fault of a class of these types of model, if it was traced."""
+    known = CAUSES | CAUSES_OF_FRIENDS
+    return next((known[one, form, kind] for one in types if (one, form, kind) in known), None)

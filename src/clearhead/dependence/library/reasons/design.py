@@ -23,13 +23,13 @@ class Design(NamedTuple):
     detail: str = ""
 
     def explains(
-        self, form: str, kind: str, detail: str, model_type: str, evidence: frozenset[str]
+        self, form: str, kind: str, detail: str, types: tuple[str, ...], evidence: frozenset[str]
     ) -> bool:
         """Whether this is the reason for a finding."""
         return (
             (self.form, self.kind) == (form, kind)
             and detail.startswith(self.detail)
-            and (not self.types or model_type in self.types)
+            and (not self.types or any(one in self.types for one in types))
             and (not self.evidence or self.evidence in evidence)
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -40,13 +41,10 @@ def evidence_of(row: Row, built: Built, contrast: Contrast) -> Iterator[str]:
         everywhere = _at(contrast, slice(0, row.source), slice(0, row.source))
         if not _differs(model, with_calls(everywhere, lambda call: {**call, **off})):
             yield CACHE
-    if (
-        row.form == "padding"
-        and row.variant in ("left", "right")
-        and "position_ids" in takes(model)
-    ):
+    inner = "decoder_" if built.stream.startswith("decoder_") else ""
+    if row.variant in ("left", "right") and f"{inner}position_ids" in takes(model):
         everywhere = _at(contrast, *_real(row, built))
-        if not _differs(model, with_calls(everywhere, _with_positions)):
+        if not _differs(model, with_calls(everywhere, partial(_with_positions, inner))):
             yield POSITIONS
     if row.form == "modes":
         asked = with_future(row, built)
@@ -85,9 +83,10 @@ def _differs(model: nn.Module, contrast: Contrast) -> bool:
         return True
 
 
-def _with_positions(call: dict[str, Any]) -> dict[str, Any]:
+def _with_positions(inner: str, call: dict[str, Any]) -> dict[str, Any]:
     """Give the positions, counted over the real tokens."""
-    return {**call, "position_ids": (call["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+    places = (call[f"{inner}attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return {**call, f"{inner}position_ids": places}
 
 
 def _carries_state(model: nn.Module, path: str) -> bool:
