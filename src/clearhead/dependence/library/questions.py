@@ -219,7 +219,8 @@ def _documents(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
 def _generation(built: Subjected, variant: str, call: dict[str, Any]) -> Report:
     if not getattr(built, "caches", True):
         raise _Unfit("its forward takes no cache")
-    return audit.generation(built.model, built.inputs)
+    chunks = getattr(built, "chunks", None)
+    return audit.generation(built.model, built.inputs, chunks=chunks)
 
 
 def _batch(built: Subjected, variant: str, call: dict[str, Any]) -> Report:

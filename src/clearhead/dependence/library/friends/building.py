@@ -31,6 +31,7 @@ class Friend(NamedTuple):
     library: str  # the package, as it is imported
     lines: tuple[str, ...]  # with {backend} where the backend is named
     imports: str = ""  # more packages: ", x_transformers"
+    chunks: tuple[int, ...] | None = None  # for a cache that takes single tokens alone
 
     def recipe(self, backend: str, seed: int = 0) -> tuple[str, ...]:
         """Write the lines that make `model`, with seeded random weights."""
@@ -50,6 +51,7 @@ class BuiltFriend(NamedTuple):
     model_type: str
     recipe: tuple[str, ...]
     caches: bool  # whether it takes a cache
+    chunks: tuple[int, ...] | None
     lowest: int = 0  # the ids from here to `vocabulary` mean nothing special
 
 
@@ -69,7 +71,8 @@ def build(
     stream = "decoder_input_ids" if encodes else "input_ids"
     model = names["model"].to(dtype)
     caches = "cache" in "".join(recipe)
-    return BuiltFriend(model, inputs, stream, VOCABULARY, (), subject.model_type, recipe, caches)
+    told = subject.model_type, recipe, caches, subject.chunks
+    return BuiltFriend(model, inputs, stream, VOCABULARY, (), *told)
 
 
 def tokens(length: int, seed: int) -> Tensor:

@@ -61,6 +61,13 @@ WRAPPERS = {
 }
 # What else is told apart in encoders.
 OF_BOTH = ("", "relative bias", "alibi", "memory keys", "max_attend_past", "shift_tokens", "laser")
+# Variants with a reason or a cause of their own, in `reasons`.
+TOLD_APART = (
+    *("learned positions", "sinusoidal", "memory keys", "max_attend_past"),
+    *("shift_tokens", "shift_tokens of 2"),
+)
+# With a cache it takes many tokens, and answers for the last one: it is asked for single ones.
+SINGLE = (20, 1, 1, 1, 1)
 MASK = "None if attention_mask is None else attention_mask.bool()"
 
 
@@ -130,4 +137,5 @@ def _then(words: str) -> str:
 
 def _friend(kind: str, mapping: str, variant: str, lines: tuple[str, ...]) -> Friend:
     name = f"{kind}:{variant}" if variant else kind
-    return Friend(name, mapping, kind, "x_transformers", lines, ", x_transformers")
+    model_type = variant.removesuffix(" of 2") if variant in TOLD_APART else kind
+    return Friend(name, mapping, model_type, "x_transformers", lines, ", x_transformers", SINGLE)

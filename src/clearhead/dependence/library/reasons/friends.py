@@ -49,11 +49,34 @@ DESIGNS_OF_FRIENDS = (
             form,
             kind,
             "the adapter acts from the last place of its invocation tokens on, which is looked for"
-            " in the whole row: a later one moves it, and documents of a row share it",
+            " in the ids of the call: a later one moves it, documents share it, and a call with a"
+            " cache needs alora_offsets, which generate() passes",
             "peft/tuners/lora/variants.py, calculate_alora_offsets",
             types=("aLoRA",),
         )
-        for form, kind in (("causal", "leak"), ("documents", "documents"))
+        for form, kind in (
+            ("causal", "leak"),
+            ("documents", "documents"),
+            ("generation", "cache mask"),
+        )
+    ),
+    Design(
+        "padding",
+        "padding amount",
+        "absolute positions, counted from the first token; with pos= or seq_start_pos= all logits"
+        " are equal",
+        "x_transformers/x_transformers.py, AbsolutePositionalEmbedding.forward",
+        types=("learned positions", "sinusoidal"),
+        detail="amount of left padding",
+    ),
+    Design(
+        "padding",
+        "padding amount",
+        "queries turned by their absolute positions meet memory keys without one; with pos= all"
+        " logits are equal",
+        "x_transformers/x_transformers.py, Attention.forward",
+        types=("memory keys",),
+        detail="amount of left padding",
     ),
     Design(
         "padding",
@@ -89,6 +112,19 @@ CAUSES_OF_FRIENDS = {
         (kind, "padding", "padding amount"): _PROMPTS
         for kind in ("PrefixTuning", "PromptTuning", "PromptEncoder")
     },
+    **{
+        ("shift_tokens", "padding", kind): Cause(
+            "x_transformers/x_transformers.py, AttentionLayers.forward",
+            "the feedforward blocks are called without the mask, so that ShiftTokens moves the"
+            " features of padding to the first real token",
+        )
+        for kind in ("padding content", "padding amount")
+    },
+    ("max_attend_past", "padding", "padding amount"): Cause(
+        "x_transformers/x_transformers.py, Attention.forward",
+        "the cross-attention has the limit, too, and counts from the end of what it reads: padding"
+        " of either side moves which sources a query may read",
+    ),
     **{
         ("CNN", "padding", kind): Cause(
             f"{_POOLERS}/cnn.py, CNN.forward",
