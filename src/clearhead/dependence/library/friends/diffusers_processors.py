@@ -42,8 +42,8 @@ def _within(name: str, words: str, blocked: str, mapping: str) -> Friend:
     lines = (
         "class Model(nn.ModuleDict):",
         "    def forward(self, input_ids, attention_mask=None):",
-        "        x = self.embed(input_ids)",
-        f"        return {{'logits': self.head(x + self.inner(x, {call}))}}",
+        "        return {'logits': self.head((x := self.embed(input_ids)) + self.inner(x, "
+        f"{call}))}}",
         PARTS.format(_layer(name, words, "")),
     )
     variant = ":causal" if mapping == "causal" else ""
@@ -55,8 +55,8 @@ def _between(name: str, words: str) -> Friend:
     lines = (
         "class Model(nn.ModuleDict):",
         "    def forward(self, input_ids, decoder_input_ids, attention_mask=None):",
-        "        x, y = self.embed(decoder_input_ids), self.embed(input_ids)",
-        f"        return {{'logits': self.head(x + self.inner(x, y, {call}))}}",
+        "        return {'logits': self.head((x := self.embed(decoder_input_ids)) + self.inner(x, "
+        f"self.embed(input_ids), {call}))}}",
         PARTS.format(_layer(name, words, ", cross_attention_dim=32")),
     )
     return _friend(f"{name}:cross", "encoder-decoder", name, lines)

@@ -79,8 +79,8 @@ def _prompt(name: str, kind: str, words: str) -> Friend:
     lines = (
         "class Model(nn.ModuleDict):",
         "    def forward(self, input_ids, attention_mask=None):",
-        "        y = self.inner(input_ids, attention_mask=attention_mask).logits",
-        "        return {'logits': y[:, -input_ids.shape[1]:]}",
+        "        return {'logits': self.inner(input_ids, attention_mask=attention_mask).logits"
+        "[:, -input_ids.shape[1]:]}",
         _made(kind, words),
     )
     return _friend(name, kind, lines)

@@ -35,7 +35,11 @@ ENCODERS = {
     ),
 }
 EMBED = "nn.Embedding(80, 32)"
-FEATURES = "'attention_mask': m, 'input_ids': input_ids, 'sentence_lengths': m.sum(1)"
+MASK = (
+    "'attention_mask': (m := torch.ones_like(input_ids) if attention_mask is None else"
+    " attention_mask)"
+)
+REST = "'input_ids': input_ids, 'sentence_lengths': m.sum(1)"
 
 
 def catalogue() -> tuple[Friend, ...]:
@@ -55,9 +59,8 @@ def _friend(name: str, encoder: str, modules: str) -> Friend:
     lines = (
         "class Model(nn.ModuleList):",
         "    def forward(self, input_ids, attention_mask=None):",
-        "        m = torch.ones_like(input_ids) if attention_mask is None else attention_mask",
-        f"        y = nn.Sequential(*self[1:])({{'token_embeddings': {call}, {FEATURES}}})",
-        "        return {'logits': y['sentence_embedding'][:, None].expand(-1, m.shape[1], -1)}",
+        f"        return {{'logits': nn.Sequential(*self[1:])({{{MASK}, 'token_embeddings': {call}, "
+        f"{REST}}})['sentence_embedding'][:, None].expand(-1, m.shape[1], -1)}}",
         f"model = Model([{encoder}, {modules}])",
     )
     imports = (

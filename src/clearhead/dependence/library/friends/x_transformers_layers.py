@@ -76,7 +76,9 @@ def catalogue() -> tuple[Friend, ...]:
     decoders = [("Decoder", one, words, "") for one, words in {**LAYERS, **CAUSAL}.items()]
     decoders += [("Decoder", one, "", words) for one, words in WRAPPERS.items()]
     encoders = [("Encoder", one, words, "") for one, words in LAYERS.items()]
-    encoders += [("Encoder", one, "", words) for one, words in WRAPPERS.items()]
+    encoders += [
+        ("Encoder", one, "", words) for one, words in WRAPPERS.items() if "every" not in words
+    ]
     both = [_both(one, LAYERS[one]) for one in OF_BOTH]
     return (*(_alone(*one) for one in decoders), *(_alone(*one) for one in encoders), *both)
 
