@@ -59,8 +59,8 @@ def _friend(name: str, encoder: str, modules: str) -> Friend:
     lines = (
         "class Model(nn.ModuleList):",
         "    def forward(self, input_ids, attention_mask=None):",
-        f"        return {{'logits': nn.Sequential(*self[1:])({{{MASK}, 'token_embeddings': {call}, "
-        f"{REST}}})['sentence_embedding'][:, None].expand(-1, m.shape[1], -1)}}",
+        f"        return {{'logits': nn.Sequential(*self[1:])({{{MASK}, 'token_embeddings': "
+        f"{call}, {REST}}})['sentence_embedding'][:, None].expand(-1, m.shape[1], -1)}}",
         f"model = Model([{encoder}, {modules}])",
     )
     imports = (
