@@ -87,6 +87,14 @@ DESIGNS = (
         )
         for kind in ("padding content", "padding amount")
     ),
+    Design(
+        "generation",
+        "cache mask",
+        "with a cache the class takes all input_ids and cuts off the cached ones itself: it is not"
+        " called with new tokens alone",
+        f"{_MODELS}/cpmant/modeling_cpmant.py, CpmAntForCausalLM.prepare_inputs_for_generation",
+        types=("cpmant",),
+    ),
     *(
         Design(
             "padding",
