@@ -20,13 +20,14 @@ class StopRequests:
     ...         print(stop.asked)
     True
 
-    In a `deferred` block the first request sets `asked` and prints `message`; a second one raises.
+    In a `deferred` block the first request sets `asked` and prints `message`; a second one raises,
+    unless `patient`: torchrun passes on what its processes have received as well.
     The previous handlers are restored on exit. Only the main thread can install handlers; in any
     other thread there are no requests.
     """
 
-    def __init__(self, message: str = "") -> None:
-        self.message = message
+    def __init__(self, message: str = "", patient: bool = False) -> None:
+        self.message, self.patient = message, patient
         self.asked = False
         self._deferred = False
         self._before: dict[int, object] = {}
@@ -44,8 +45,10 @@ class StopRequests:
 
     def _request(self, number: int, frame: object) -> None:
         first, self.asked = not self.asked, True
-        if not (first and self._deferred):
+        if not (self._deferred and (first or self.patient)):
             raise KeyboardInterrupt
+        if not first:
+            return
         # Not through a stream, which the signal may have interrupted in a write.
         with suppress(OSError):
             os.write(2, self.message.encode())

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clearhead._core import StopRequests, value_error
 from clearhead.cli.arguments import named, note
+from clearhead.cli.options.torchrun import of_torchrun, out_of, resuming
 from clearhead.cli.options.train import NUMBERS, add_arguments
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 if TYPE_CHECKING:
-    from clearhead.models import Training
+    from clearhead.models import Group, Step, Training
     from clearhead.monitoring import Monitor
 
 HELP = "train a small GPT, BERT or RNN on a text file"
+MISUSE = 2
 INTERRUPTED = 130  # as a shell gives it for a command that Ctrl-C ended
 STOPPING = "\nStopping after this step ...\n"
 # What the library calls the arguments.
@@ -37,28 +39,46 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from clearhead.models import RefusedByFirst, process_group
+
+    with process_group(of_torchrun()) as group:
+        try:
+            return _train_in(resuming(arguments) if group.world > 1 else arguments, group)
+        except RefusedByFirst:
+            return MISUSE
+
+
+def _train_in(arguments: argparse.Namespace, group: Group) -> int:
+    """Train as one of the processes of a group; the first one locks, prints and writes."""
     from clearhead.models import output_directory, run_and_save, samples
     from clearhead.views import train_progress, training_end
 
-    with StopRequests(STOPPING) as stop, ExitStack() as held:
+    message = STOPPING if group.first else ""
+    with StopRequests(message, patient=group.world > 1) as stop, ExitStack() as held:
         out = _resumed_directory(arguments)
         if out is not None and out.is_dir():
             # Locked before its state is read: another training may be writing it.
-            held.enter_context(output_directory(out, overwrite=True))
+            held.enter_context(group.only_first(output_directory(out, overwrite=True)))
         text = _text(arguments)
-        training = _resumed(arguments, text) if arguments.resume else _fresh(arguments, text)
+        make = _resumed if arguments.resume else _fresh
+        training = make(arguments, text, group)
         if out is None:
-            source = Path(training.settings.file)
-            out = Path(arguments.out or f"{source.stem}-{training.model.name}").expanduser()
-            options = {"overwrite": arguments.force, "source": source}
-            held.enter_context(output_directory(out, **options))
+            out = out_of(arguments, training.settings.file, training.model.name)
+            options = {"overwrite": arguments.force, "source": Path(training.settings.file)}
+            held.enter_context(group.only_first(output_directory(out, **options)))
         monitor = held.enter_context(_monitored(training, out)) if arguments.monitor else None
-        with stop.deferred(), train_progress(training, monitor) as show:
+        progress = train_progress(training, monitor) if group.first else nullcontext(_silent)
+        with stop.deferred(), progress as show:
             run_and_save(training, out, stop, show, every=arguments.every)
         done = training.step == training.settings.steps
-        found = samples(training.model, text) if done else {}
-        print(*training_end(training, out, found), sep="\n")
+        if group.first:
+            found = samples(training.model, text) if done else {}
+            print(*training_end(training, out, found), sep="\n")
         return 0 if done else INTERRUPTED
+
+
+def _silent(step: Step) -> None:
+    """Show nothing: the first process does."""
 
 
 def _monitored(training: Training, out: Path) -> AbstractContextManager[Monitor]:
@@ -66,7 +86,9 @@ def _monitored(training: Training, out: Path) -> AbstractContextManager[Monitor]
 
     if training.model.name == "rnn":
         raise value_error("--monitor", "is for gpt and bert: an rnn has no attention")
-    return recorded(training.model, out, training.step, training.settings.steps)
+    return recorded(
+        training.model, out, training.step, training.settings.steps, write=training.group.first
+    )
 
 
 def _resumed_directory(arguments: argparse.Namespace) -> Path | None:
@@ -90,7 +112,7 @@ def _text(arguments: argparse.Namespace) -> str:
     return text_of(arguments.resume)
 
 
-def _fresh(arguments: argparse.Namespace, text: str) -> Training:
+def _fresh(arguments: argparse.Namespace, text: str, group: Group) -> Training:
     from clearhead.models import begin
 
     name = arguments.model or "gpt"
@@ -98,17 +120,19 @@ def _fresh(arguments: argparse.Namespace, text: str) -> Training:
         raise value_error("--heads", "is for gpt and bert: an rnn has no heads")
     sizes = _given(arguments, "length", "layers", "heads", "width", "dropout")
     settings = _given(arguments, "steps", "batch", "lr", "seed")
-    return begin(name, text, arguments.file, settings, sizes, threads=arguments.threads)
+    options: Any = {"threads": arguments.threads, "group": group}
+    return begin(name, text, arguments.file, settings, sizes, **options)
 
 
-def _resumed(arguments: argparse.Namespace, text: str) -> Training:
+def _resumed(arguments: argparse.Namespace, text: str, group: Group) -> Training:
     from clearhead.models import resume
 
     sizes = _given(arguments, "model", "batch", "length", "layers", "heads", "width", "dropout")
     if fixed := {**sizes, **_given(arguments, "lr", "seed")}:
         names = ", ".join(f"--{name}" for name in fixed)
         raise value_error("--resume", f"takes {names} from the checkpoint", hint="leave them out")
-    training = resume(arguments.resume, text, steps=arguments.steps, threads=arguments.threads)
+    options: Any = {"threads": arguments.threads, "group": group}
+    training = resume(arguments.resume, text, steps=arguments.steps, **options)
     if arguments.file is not None:
         training.settings = training.settings.reading(arguments.file)
     return training

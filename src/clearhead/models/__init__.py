@@ -36,6 +36,7 @@ from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import small_threads
 
 if TYPE_CHECKING:
+    from clearhead.models.ranks import Group, RefusedByFirst, process_group
     from clearhead.models.runs import begin, output_directory, run_and_save, samples, training_fits
     from clearhead.models.train import Settings, Step, Training, resume, text_of, text_training
 
@@ -45,7 +46,9 @@ __all__ = [
     "KINDS",
     "RNN",
     "Characters",
+    "Group",
     "LoadedModel",
+    "RefusedByFirst",
     "Settings",
     "Step",
     "Training",
@@ -63,6 +66,7 @@ __all__ = [
     "named_inputs",
     "output_directory",
     "packed_inputs",
+    "process_group",
     "random_tokens",
     "read_text",
     "refuse_bare_module",
@@ -81,6 +85,7 @@ __all__ = [
 
 # Imported at the first use: `python -m clearhead.models.train` runs a module that is not imported.
 _LATER = {
+    "ranks": ("Group", "RefusedByFirst", "process_group"),
     "runs": ("begin", "output_directory", "run_and_save", "samples", "training_fits"),
     "train": ("Settings", "Step", "Training", "resume", "text_of", "text_training"),
 }  # fmt: skip

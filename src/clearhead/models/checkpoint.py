@@ -26,6 +26,7 @@ __all__ = [
     "MODEL_FILE",
     "VERSION",
     "build",
+    "check_version",
     "describe",
     "is_checkpoint",
     "load",
@@ -166,6 +167,12 @@ def _header(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
         header = json.loads(metadata["clearhead"])
     except ValueError as error:
         raise _damaged(file.parent, f"its header is no JSON ({error})") from error
+    check_version(header, file)
+    return header
+
+
+def check_version(header: Any, file: Path) -> None:
+    """Raise where a header is of another version of the format."""
     version = header.get("version") if isinstance(header, dict) else None
     if version != VERSION:
         raise value_error(
@@ -174,7 +181,6 @@ def _header(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
             got=file,
             hint="use the clearhead that wrote it, or train it again",
         )
-    return header
 
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:

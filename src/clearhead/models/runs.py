@@ -24,6 +24,7 @@ from clearhead.attention import free_bytes
 from clearhead.models.bert import BERT
 from clearhead.models.checkpoint import KINDS, MODEL_FILE, no_weights
 from clearhead.models.generating import generate
+from clearhead.models.ranks import ALONE, HEADER_FILE, Group, remove_parts_of_shards
 from clearhead.models.text import Characters
 from clearhead.models.train import TRAINING_FILE, Settings, Step, Training, text_training
 
@@ -38,6 +39,7 @@ def begin(
     sizes: dict[str, Any],
     *,
     threads: int | None = None,
+    group: Group = ALONE,
 ) -> Training:
     """Set up the training of a fresh "gpt", "bert" or "rnn" on the text of a file.
 
@@ -51,7 +53,7 @@ def begin(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = kind(vocabulary, **sizes)
-    return text_training(model, text, settings, threads=threads)
+    return text_training(model, text, settings, threads=threads, group=group)
 
 
 def _settings(lr: float = Settings.learning_rate, **options: Any) -> Settings:
@@ -106,7 +108,7 @@ def output_directory(path: Path, *, overwrite: bool, source: Path | None = None)
 
 
 def _check_files(path: Path, overwrite: bool, source: Path | None) -> None:
-    files = [path / MODEL_FILE, path / TRAINING_FILE]
+    files = [path / MODEL_FILE, path / TRAINING_FILE, path / HEADER_FILE]
     taken = [file for file in files if file.exists() or file.is_symlink()]
     if taken and not overwrite:
         hint = "choose another --out, or --force to overwrite it"
@@ -129,8 +131,9 @@ def _only_writer(path: Path) -> Iterator[None]:
         if not take_lock(handle) or not is_file_at(handle, path):
             hint = "wait for it, or write to another directory"
             raise value_error("out", "another training writes it", got=path, hint=hint)
-        for name in (MODEL_FILE, TRAINING_FILE):
+        for name in (MODEL_FILE, TRAINING_FILE, HEADER_FILE):
             remove_parts(path / name)
+        remove_parts_of_shards(path)
         yield
     finally:
         os.close(handle)
@@ -147,15 +150,16 @@ def run_and_save(
     """Train to the last step or to a request to stop.
 
     The run is saved at each validation, after `every` seconds (30) without one, and where it stops.
+    Of several processes all stop where one of them is asked to.
     """
     saved, every = time.monotonic(), 30 if every is None else every
     for step in training:
         show(step)
-        late = time.monotonic() - saved >= every
-        if step.validation is not None or late or stop.asked:
+        late, asked = training.group.sums(time.monotonic() - saved >= every, stop.asked)
+        if step.validation is not None or late or asked:
             training.save(path)
             saved = time.monotonic()
-        if stop.asked:
+        if asked:
             return
 
 

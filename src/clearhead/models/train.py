@@ -22,12 +22,21 @@ from torch.nn import functional as F
 
 from clearhead._core import value_error
 from clearhead.models import checkpoint
+from clearhead.models.ranks import (
+    ALONE,
+    Group,
+    is_current,
+    read_shards,
+    remove_shards,
+    write_shards,
+)
 from clearhead.models.text import Characters, read_text, shipped_text
 from clearhead.models.threads import check_threads, small_threads
 
 __all__ = ["Settings", "Step", "Training", "text_training"]
 
 TRAINING_FILE = "training.safetensors"
+IGNORE = -100  # the ignore_index of cross_entropy: positions without a target
 Batch = tuple[Tensor, Tensor, Any]  # tokens, targets, mask or None
 
 
@@ -96,6 +105,9 @@ class Training:
 
     A small model trains with one thread, because several would wait for each other longer than they
     compute. `threads` overrides that; so do OMP_NUM_THREADS and `torch.set_num_threads`.
+
+    Several processes train one model where each passes its `group`: `batches` gives the same batch
+    in all of them, of which each takes some rows, and the losses are those of one process.
     """
 
     def __init__(
@@ -105,9 +117,11 @@ class Training:
         settings: Settings,
         validation: Sequence[Batch] = (),
         threads: int | None = None,
+        group: Group = ALONE,
     ) -> None:
         check_threads(threads)
         self.model: Any = model
+        self.group, self._parallel = group, group.parallel(model)
         self.threads = threads
         self.batches = batches
         self.settings = settings
@@ -136,11 +150,11 @@ class Training:
     def _descend(self, batch: Batch) -> Step:
         self.model.train()
         self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate_at(self.step)
-        loss = loss_of(self.model, batch)
-        if not loss.isfinite():
+        loss, mean = self._loss(batch)
+        if not math.isfinite(mean):
             raise value_error(
                 "learning_rate",
-                f"the loss is {loss.item()} at step {self.step + 1}",
+                f"the loss is {mean} at step {self.step + 1}",
                 hint="train again with a smaller --lr",
             )
         self.optimizer.zero_grad()
@@ -149,7 +163,18 @@ class Training:
         self.optimizer.step()
         self.step += 1
         due = self.step % self.settings.validate_every == 0 or self.step == self.settings.steps
-        return Step(self.step, loss.item(), self.validate() if due else None)
+        return Step(self.step, mean, self.validate() if due else None)
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, float]:
+        """Give the loss whose gradient is taken here, and the mean over the whole batch."""
+        if self.group.world == 1:
+            loss = loss_of(self.model, batch)
+            return loss, loss.item()
+        count = int((batch[1] != IGNORE).sum())
+        with self.group.rows(batch) as rows:
+            loss = loss_of(self._parallel, rows, reduction="sum") / count
+        # The gradients are averaged over the processes, and have to be their sum.
+        return loss * self.group.world, self.group.sums(loss.item())[0]
 
     def validate(self) -> float | None:
         """Return the mean loss on held-out text; None where there is none."""
@@ -157,12 +182,16 @@ class Training:
             return None
         self.model.eval()
         tokens = self.validation[0][0].numel()
+        mine = self.validation[self.group.rank :: self.group.world]
         with torch.no_grad(), small_threads(self.model, tokens, self.threads):
-            losses = [loss_of(self.model, batch).item() for batch in self.validation]
-        return sum(losses) / len(losses)
+            losses = [loss_of(self.model, batch).item() for batch in mine]
+        return self.group.sums(sum(losses))[0] / len(self.validation)
 
     def save(self, path: str | Path) -> None:
-        """Write the state to resume from, then the model itself, into a directory."""
+        """Write the state to resume from, then the model itself, into a directory.
+
+        Several processes call it together, and each writes a shard of the state.
+        """
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors.update({f"adamw.{number}.{key}": t for key, t in state.items()})
@@ -171,19 +200,33 @@ class Training:
             "training": {"step": self.step, **asdict(self.settings)},
         }
         path = Path(path).expanduser()
-        checkpoint.write(path / TRAINING_FILE, tensors, header)
-        checkpoint.save(self.model, path)
+        if self.group.world > 1:
+            write_shards(path, tensors, header, self.group)
+        else:
+            checkpoint.write(path / TRAINING_FILE, tensors, header)
+        if self.group.first:
+            checkpoint.save(self.model, path)
+            # What is left of a state that another number of processes wrote.
+            if self.group.world > 1:
+                (path / TRAINING_FILE).unlink(missing_ok=True)
+            else:
+                remove_shards(path)
 
 
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
     """Cross-entropy in nats over the positions that have a target."""
     tokens, targets, mask = batch
     logits = model(tokens) if mask is None else model(tokens, mask=mask)
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def text_training(
-    model: checkpoint.Model, text: str, settings: Settings, *, threads: int | None = None
+    model: checkpoint.Model,
+    text: str,
+    settings: Settings,
+    *,
+    threads: int | None = None,
+    group: Group = ALONE,
 ) -> Training:
     """Set up the training of a model of characters on a text; the last tenth is for validation."""
     assert isinstance(model.vocabulary, Characters)
@@ -209,7 +252,7 @@ def text_training(
     generator = torch.Generator().manual_seed(0)
     validation = [model.task(window, generator) for window in windows]
     settings = replace(settings, text=hashlib.sha256(text.encode()).hexdigest())
-    return Training(model, batches, settings, validation, threads)
+    return Training(model, batches, settings, validation, threads, group)
 
 
 def resume(
@@ -218,13 +261,15 @@ def resume(
     *,
     steps: int | None = None,
     threads: int | None = None,
+    group: Group = ALONE,
 ) -> Training:
     """Resume a training of `text_training` from its checkpoint; more `steps` make it longer.
 
-    Without a `text`, the file that `Settings.file` named is read again.
+    Any number of processes resumes what any other number began. Without a `text`, the file that
+    `Settings.file` named is read again.
     """
     path = Path(path).expanduser()
-    tensors, header = checkpoint.read(path / TRAINING_FILE)
+    tensors, header = _saved(path)
     step, settings = _state(header, path)
     text = text_of(path) if text is None else text
     if hashlib.sha256(text.encode()).hexdigest() != settings.text:
@@ -237,10 +282,17 @@ def resume(
         raise value_error("resume", f"all {settings.steps} steps are done", got=path, hint=hint)
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     model = checkpoint.build(weights, header, path)
-    training = text_training(model, text, settings, threads=threads)
+    training = text_training(model, text, settings, threads=threads, group=group)
     training.step = step
     _restore(training.optimizer, tensors, path)
     return training
+
+
+def _saved(path: Path, weights: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the state of a training: one file, or the shards of several processes."""
+    if is_current(path, path / TRAINING_FILE):
+        return read_shards(path, weights)
+    return checkpoint.read(path / TRAINING_FILE, weights=weights)
 
 
 def _state(header: dict[str, Any], path: Path) -> tuple[int, Settings]:
@@ -260,7 +312,7 @@ def _state(header: dict[str, Any], path: Path) -> tuple[int, Settings]:
 def text_of(path: str | Path) -> str:
     """Read the text of a saved training from the path it had when the training began."""
     path = Path(path).expanduser()
-    _, settings = _state(checkpoint.read(path / TRAINING_FILE, weights=False)[1], path)
+    _, settings = _state(_saved(path, weights=False)[1], path)
     if not settings.file:
         rule = "is needed: this training does not know where its text lies"
         raise value_error("file", rule, got=path)
@@ -280,6 +332,8 @@ def _restore(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path:
             number: {key: tensors[f"adamw.{number}.{key}"] for key in _ADAMW}
             for number in range(len(parameters))
         }
+        for moments in state["state"].values():
+            moments["step"] = moments["step"].reshape(())  # in shards it has an axis
     except KeyError as error:
         raise value_error("resume", f"the state of the training lacks {error}", got=path) from None
     for number, parameter in enumerate(parameters):

@@ -13,6 +13,9 @@ how long: a bert on the text that ships with clearhead (36 kB) predicts hidden
 characters better than their frequencies (3.01 nats) after 60 steps, and is at
 2.0 nats after the 600 steps of the default. Ctrl-C and SIGTERM save; so does
 every --every'th second, and every validation.
+
+under torchrun each process takes some rows of every batch; the losses are
+those of one process. Any number of processes goes on with --resume.
 """
 NUMBERS = {
     "steps": "how many steps (600)",
@@ -52,5 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clearhead train tale.txt",
         "clearhead train tale.txt --model bert --steps 2000 --out tale-bert",
         "clearhead train --resume tale-gpt --steps 1200",
+        "torchrun --nproc-per-node 4 -m clearhead train tale.txt --batch 64",
         notes=NOTES,
     )
