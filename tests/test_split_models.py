@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import os
 from collections.abc import Iterator
@@ -391,3 +393,156 @@ def test_the_plan_of_transformers(ranks: Ranks, tmp_path: Path) -> None:
         assert record[:9] == whole[:9]
         assert record[4] == 4
         close(record[9], whole[9])
+
+
+class Split(Model):
+    """The model on this rank's positions, which attends over those of all."""
+
+    def __init__(self, group: Any, mask: Any, shared: int) -> None:
+        super().__init__(shared=shared)
+        for layer in self.layers:
+            layer.group, layer.mask = group, mask  # type: ignore[assignment]
+            layer.forward = functools.partial(attending, layer)  # type: ignore[method-assign]
+
+
+def attending(self: Any, x: Tensor) -> Tensor:
+    """The forward of a layer whose group is None: in one process."""
+    q, k, v = (
+        layer(x).unflatten(-1, (-1, self.each)).transpose(1, 2)
+        for layer in (self.query, self.key, self.value)
+    )
+    one = (
+        ch.attend if self.group is None else functools.partial(distributed.attend, group=self.group)
+    )
+    return self.out(one(q, k, v, self.mask).transpose(1, 2).flatten(2))
+
+
+SPLIT = (
+    *READ,
+    readings.Mass(masks.diagonal(1)),
+    readings.Distance(),
+    readings.BlockMap(2),
+    readings.Rows([2]),
+)
+MASKS = {"causal": masks.causal(), "padded": masks.causal() & masks.lengths([6, 4]), "none": None}
+
+
+def on_positions(group: Any, mask: str, shared: int) -> Any:
+    """What a rank sees of its positions, what is gathered, and what its monitor knows."""
+    model = Split(group, MASKS[mask], shared)
+    mine = distributed.shard(inputs(), group=group)
+    with torch.no_grad(), ch.watch(model, read=SPLIT) as seen:
+        model(mine)
+    with torch.no_grad(), ch.watch(model, read=readings.Entropy(), heads=[1, 3]) as some:
+        model(mine)
+    found = [plain(seen), plain(distributed.gather(seen, group)), plain_values(some)]
+    found.append([x.check for x in seen])
+    return found
+
+
+def plain_values(seen: Any) -> Any:
+    return [x.value.numpy() for x in seen]
+
+
+@pytest.mark.parametrize(
+    ("mask", "shared"), [("causal", 4), ("causal", 2), ("padded", 4), ("none", 4)]
+)
+def test_a_rank_sees_its_positions_under_their_numbers(
+    ranks: Ranks, mask: str, shared: int
+) -> None:
+    with torch.no_grad(), ch.watch(model := Split(None, MASKS[mask], shared), read=SPLIT) as seen:
+        model(inputs())
+    right = plain(seen)[0]
+    places = ((0, 2), (2, 4), (4, 5), (5, 6))
+    for rank, (here, whole, some, checks) in enumerate(
+        answers(ranks.run(on_positions, 4, mask, shared))
+    ):
+        first, end = places[rank]
+        for record, other, value, check in zip(here[0], right, some, checks, strict=True):
+            assert record[:6] == other[:6]
+            assert record[6] == (("position", first, end - first, 6),)
+            assert record[7:9] == (other[7], tuple(range(first, end)))
+            of_rows = [record[9][at] for at in (0, 2, 4, 5)]
+            close(of_rows, [other[9][at][:, :, first:end] for at in (0, 2, 4, 5)])
+            close(record[9][1], [x[:, :, first:end] for x in other[9][1]])
+            close([record[9][at] for at in (3, 6, 7)], [other[9][at] for at in (3, 6, 7)])
+            close(value, other[9][2][:, [1, 3], first:end])
+            assert check < 1e-5
+        assert here[1] == [
+            f"sequence parallel: positions {first} to {end - 1} of 6 are on this rank; "
+            "clearhead.distributed.gather(seen) joins those of all ranks"
+        ]
+        assert (whole is None) == (rank > 0)
+    (_, (whole, notes), *_), *_ = answers(ranks.run(on_positions, 4, mask, shared))
+    assert notes == []
+    for record, other in zip(whole, right, strict=True):
+        assert record[:9] == other[:9]
+        close(record[9], other[9])
+
+
+def cut_positions(group: Any) -> Any:
+    """This rank's rows under a cut of an edge of position 4, and what a gradient hears."""
+    model, mine = Split(group, masks.causal(), 4), distributed.shard(inputs(), group=group)
+    with torch.no_grad(), ch.knockout(model, [(4, 1)], heads=[(0, 2), (1, 0)]) as cut:
+        out = model(mine)
+    try:
+        with ch.knockout(model, masks.diagonal(1)):
+            model(mine)
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    return out.numpy(), {pair: x > 0 for pair, x in cut.moved.items()}, said
+
+
+def test_edges_are_cut_at_positions_of_the_whole(ranks: Ranks) -> None:
+    model = Split(None, masks.causal(), 4)
+    with torch.no_grad(), ch.knockout(model, [(4, 1)], heads=[(0, 2), (1, 0)]):
+        right = model(inputs())
+    found = answers(ranks.run(cut_positions, 4))
+    close(torch.cat([torch.as_tensor(out) for out, *_ in found], 1), right)
+    for rank, (_, moved, said) in enumerate(found):
+        assert moved == {(0, 2): rank == 2, (1, 0): rank == 2}
+        assert "a cut gives no gradient to those of the others" in said
+
+
+def monitored_positions(group: Any, mask: str) -> Any:
+    """What this rank's monitor knows after two steps."""
+    model, mine = Split(group, MASKS[mask], 4), distributed.shard(inputs(), group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ch.monitor(model, alarms=False) as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(mine).square().sum().backward()
+            optimizer.step()
+    return [x.numpy() for _, x in monitor.history], monitor.notes
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_monitor_adds_up_positions(ranks: Ranks, mask: str) -> None:
+    with ch.monitor(model := Split(None, MASKS[mask], 4), alarms=False) as monitor:
+        model(inputs())
+    right = monitor.history[0][1]
+    for history, notes in answers(ranks.run(monitored_positions, 4, mask)):
+        assert notes == []
+        close(history, [right, right])
+
+
+def half_watched(group: Any) -> str:
+    """What a rank hears where the model of rank 1 alone is not watched."""
+    model, mine = Split(group, masks.causal(), 4), distributed.shard(inputs(), group=group)
+    watched = torch.distributed.get_rank(group) != 1
+    try:
+        with torch.no_grad(), ch.watch(model) if watched else contextlib.nullcontext():
+            model(mine)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_model_that_is_watched_on_some_ranks_raises_on_all(ranks: Ranks) -> None:
+    first, second, third, fourth = answers(ranks.run(half_watched, 4))
+    for said in (first, third, fourth):
+        assert (
+            "model: is watched on all ranks that attend together; got rank 1, which is not" in said
+        )
+    assert "rank 0 refuses its arguments of distributed.attend: the model is watched on" in second

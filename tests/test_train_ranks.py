@@ -29,7 +29,7 @@ TEXT = "".join(f"{a} said hello to {b}.\n" for a in ("nell", "bell") for b in ("
 KINDS = {"gpt": GPT, "bert": BERT, "rnn": RNN}
 # Losses of a few nats in float32, whose sums over rows are taken in another order, after as many
 # steps as a test makes: each step's gradient has a relative error of some eps.
-CLOSE = {"rtol": 2e-5, "atol": 0.0}
+CLOSE: Any = {"rtol": 2e-5, "atol": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def training(kind: str, group: Group | None = None, **settings: Any) -> Training
     sizes: dict[str, Any] = {"layers": 1} if kind == "rnn" else {"layers": 2, "heads": 2}
     model = of(Characters.of(TEXT, of.special), width=16, length=16, dropout=0.2, **sizes)
     given = Settings(**{"batch": 5, "steps": 8, "validate_every": 4, **settings})
-    return text_training(model, TEXT, given, **({} if group is None else {"group": group}))
+    return text_training(model, TEXT, given, group=group or Group())
 
 
 def group_of(of: Any) -> Group:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from clearhead._capture.attach import active_handlers, attached
+from clearhead._capture.axes import Place
 from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, plain_call, unmasked
 from clearhead._capture.calling import call_with, nothing_seen, watchable
-from clearhead._capture.describe import from_sdpa
+from clearhead._capture.describe import from_attend, from_sdpa
 from clearhead._capture.handler import Handler, in_short
-from clearhead._capture.intercept import FusedInterceptor, Interceptor
+from clearhead._capture.intercept import FusedInterceptor, Interceptor, intercept_calls
 from clearhead._capture.modules import Modules
 from clearhead._capture.provenance import SOFTMAXES
 from clearhead._capture.recompute import (
@@ -31,6 +32,7 @@ __all__ = [
     "Interceptor",
     "Loop",
     "Modules",
+    "Place",
     "active_handlers",
     "attached",
     "call_mask",
@@ -38,8 +40,10 @@ __all__ = [
     "call_with",
     "context_difference",
     "dense_edges",
+    "from_attend",
     "from_sdpa",
     "in_short",
+    "intercept_calls",
     "last_query",
     "nothing_seen",
     "plain_call",

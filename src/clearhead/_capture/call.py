@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from clearhead._capture.axes import Place
 from clearhead._core import Sizes, plain
 from clearhead.attention import Problem
 from clearhead.masks import Mask
+from clearhead.readings import Reading
 
 __all__ = ["Call", "CallSite", "EagerCall", "FusedCall", "dense_edges", "plain_call", "unmasked"]
 
@@ -54,6 +55,19 @@ class CallSite:
         return self.place is not None and self.place.heads is not None
 
 
+class Spread(Protocol):
+    """The whole of a call whose queries are split over ranks; it has the sources of all of them."""
+
+    first: int  # the position of its first query
+    sizes: Sizes
+    mask: Mask | None
+    bias: Tensor | None
+
+    def read(self, call: Any, wanted: Sequence[Reading]) -> list[Any]:
+        """Give one value for each reading, in positions of the whole; all ranks call it."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class FusedCall(CallSite):
     """A call of a kernel, which never makes the weights."""
@@ -65,6 +79,7 @@ class FusedCall(CallSite):
     bias: Tensor | None = None  # broadcasts to (batch, head, query, source)
     softcap: float | None = None
     sinks: Tensor | None = None  # (head,)
+    spread: Spread | None = None  # where other ranks have the other queries
 
     @property
     def sizes(self) -> Sizes:
@@ -132,6 +147,14 @@ class FusedCall(CallSite):
             mask=mask,
             bias=None if self.bias is None else _of_samples(self.bias, samples, batch),
         )
+
+    def of_all_ranks(self) -> FusedCall:
+        """Give a call with the mask and the sizes of the whole, whose queries hold nothing."""
+        if self.spread is None:
+            return self
+        shape = (*self.query.shape[:2], self.spread.sizes.query, self.query.shape[3])
+        query, whole = self.query.new_zeros(()).expand(shape), self.spread
+        return replace(self, query=query, mask=whole.mask, bias=whole.bias, spread=None)
 
     def with_queries(self, queries: slice) -> FusedCall:
         """Keep the queries of some rows; mask and bias stay those of all rows."""

@@ -28,7 +28,7 @@ from clearhead._capture.transformers import ungrouped
 from clearhead._core import has_values, is_refusal, unobserved
 from clearhead.attention import attend
 
-__all__ = ["FusedInterceptor", "Interceptor"]
+__all__ = ["FusedInterceptor", "Interceptor", "intercept_calls"]
 
 
 class Interceptor(TorchFunctionMode):
@@ -127,18 +127,25 @@ class Interceptor(TorchFunctionMode):
             self.plain &= place is None and fold is None and query.ndim == 4
             if fold is not None and not (query.ndim == 4 and fold.sizes is None):
                 place = replace(place or Place(), turned=True)
-            return replace(describes(), place=place)
+            call = describes()
+            return call if call.place is not None else replace(call, place=place)
 
         return described
 
-    def attend(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle `clearhead.attend`."""
+    def attend(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        describes: Callable[..., Call] = describe.from_attend,
+    ) -> Any:
+        """Handle `clearhead.attend`, or a function with its arguments and another description."""
         run = functools.partial(func, *args, **kwargs)
         if not self.sites.listening:
             return run()
         query, key, value = args[:3]
-        describes = functools.partial(describe.from_attend, *args, **kwargs)
-        call = self.described(self._placed(describes, query, key), (args, kwargs), query, key)
+        described = self._placed(functools.partial(describes, *args, **kwargs), query, key)
+        call = self.described(described, (args, kwargs), query, key)
         if call is None:
             return run()
         shape = (*query.shape[:-1], value.shape[-1])
@@ -309,6 +316,11 @@ def _body(func: Any) -> Any:
     copy = types.FunctionType(func.__code__, world, func.__name__, func.__defaults__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def intercept_calls(func: Any, describes: Callable[..., Call]) -> None:
+    """Let calls of a function of a higher floor be seen, with the arguments of `attend`."""
+    _FUSED[func] = functools.partial(Interceptor.attend, describes=describes)
 
 
 _FUSED: dict[Any, Callable[..., Any]] = {

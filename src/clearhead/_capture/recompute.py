@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead._capture.call import Call, EagerCall, FusedCall, unmasked
+from clearhead._core import value_error
 from clearhead.attention import check_readings, choose
 from clearhead.masks import Mask
 from clearhead.readings import Reading, Strip
@@ -38,6 +39,12 @@ _WEIGHT_ROUNDING = 1e-6
 
 def read_call(call: Call, wanted: Sequence[Reading], queries: Sequence[int] | None) -> list[Any]:
     """Give one value for each reading; with `queries`, of those rows of the weight map only."""
+    if isinstance(call, FusedCall) and call.spread is not None:
+        if queries is not None:
+            hint = "leave queries out, and read readings.Rows(queries)"
+            rule = "are not chosen where ranks have different ones"
+            raise value_error("queries", rule, got=list(queries), hint=hint)
+        return call.spread.read(call, wanted)
     if queries is None and isinstance(call, FusedCall):
         problem, read = call.problem, tuple(wanted)
         check_readings(read, problem)

@@ -46,6 +46,7 @@ class Cutter(Handler):
         self.names: dict[int, str] = {}
         self.totals: dict[int, int] = {}
         self.ranks = False  # whether other ranks hold other heads
+        self.spread = False  # whether they have other queries
         self.notes: list[str] = []
         self.mixing: dict[str, str] = {}
         self.slices = [slice(None)]
@@ -63,6 +64,7 @@ class Cutter(Handler):
         """Return the context after all cuts, or None where no cut acts on this call."""
         self.names[call.layer], self.totals[call.layer] = call.module, call.all_heads
         self.ranks = self.ranks or call.ranks
+        self.spread = self.spread or proof.is_spread(call)
         if not context.numel():
             return None
         offsets = self._offsets[_module_of(call)] = self._locate(call)
@@ -77,6 +79,7 @@ class Cutter(Handler):
             for samples in self.slices:
                 for cuts, heads in self._groups(call, samples):
                     proof.prove_place(call, cuts)
+                    proof.prove_alone(call)
                     part, own = edits.narrowed(call, samples, heads), context[samples][:, heads]
                     new = _after_cuts(cuts, part, own, heads, offsets, self._prove)
                     changed = context.clone() if changed is context else changed
@@ -180,7 +183,9 @@ class Cutter(Handler):
     def finish(self, name: str, cut: Cut) -> None:
         """Raise where the cut reached nothing, or changed nothing."""
         self.reached(name, cut)
-        if any(moved > 0 for moved in cut.moved.values()) or (self.ranks and not cut.moved):
+        if self.spread or any(moved > 0 for moved in cut.moved.values()):
+            return
+        if self.ranks and not cut.moved:
             return
         heads = sorted(cut.moved)
         some = ", ".join(map(str, heads[:6])) + (", ..." if heads[6:] else "")

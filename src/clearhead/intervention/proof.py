@@ -10,13 +10,14 @@ from torch import Tensor
 from clearhead._capture import (
     Call,
     EagerCall,
+    FusedCall,
     context_difference,
     rounding_bound,
     softmax_difference,
 )
 from clearhead.intervention.cuts import Cut
 
-__all__ = ["named", "prove", "prove_order", "prove_place"]
+__all__ = ["is_spread", "named", "prove", "prove_alone", "prove_order", "prove_place"]
 
 # Rows of a kernel's context that are recomputed, and a factor on what its scores may round.
 _SAMPLED = 4
@@ -35,6 +36,21 @@ def prove_place(call: Call, cuts: Sequence[Cut]) -> None:
         raise RuntimeError(
             f"{named(call)}: {rows}, so that the heads and samples of a call are not those of the "
             "layer; cut edges in all heads, or turn the slices off"
+        )
+
+
+def is_spread(call: Call) -> bool:
+    """Whether other ranks have the other queries of a call."""
+    return isinstance(call, FusedCall) and call.spread is not None
+
+
+def prove_alone(call: Call) -> None:
+    """Raise where a gradient would have to reach the keys and values of other ranks."""
+    tensors = (call.query, call.key, call.value) if isinstance(call, FusedCall) else ()
+    if is_spread(call) and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{named(call)}: its positions are split over ranks, and a cut gives no gradient to "
+            "those of the others; run the model under torch.no_grad()"
         )
 
 

@@ -100,7 +100,11 @@ class Follower(Handler):
 
     def _serves(self, call: FusedCall) -> bool:
         assert self._interceptor is not None
-        if call.dropout or any(x.edits for x in active_handlers(self.model)):
+        if (
+            call.spread is not None
+            or call.dropout
+            or any(x.edits for x in active_handlers(self.model))
+        ):
             return False
         # Backward runs a checkpointed block again by the model's own kernel.
         return self._wanted(call) and not self._interceptor.modules.recomputed

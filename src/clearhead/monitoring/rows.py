@@ -45,6 +45,11 @@ class KnownRows:
 
     def of(self, call: FusedCall) -> Counted:
         """Give the rows of a call."""
+        if call.spread is not None:
+            rows = slice(call.spread.first, call.spread.first + call.sizes.query)
+            counts, own, real = self.of(call.of_all_ranks())
+            real = None if real is None else real[..., rows]
+            return Counted(counts[..., rows], own[..., rows], real)
         mask, sizes = call.mask, call.sizes
         key = (sizes.query, sizes.source, call.device)
         bias = call.bias if call.how != "sdpa" else None

@@ -93,9 +93,9 @@ def _first(call: FusedCall, at: Tensor, first: Tensor) -> Tensor:
 def _own_scores(call: FusedCall, problem: Problem) -> Tensor:
     """The score of each query with its own position, (batch, head, query)."""
     batch, heads, query, source = call.sizes
-    offset = source - query
+    offset = source - query if call.spread is None else call.spread.first
     start = max(0, -offset)  # the first query that has a position among the sources
-    key = call.key[:, :, start + offset : source]
+    key = call.key[:, :, start + offset : offset + query]
     step = max(1, _PRODUCTS // max(heads * query * call.query.shape[-1], 1))
     scores = call.query.new_zeros(batch, heads, query, dtype=problem.dtype)
     for some in (slice(b, b + step) for b in range(0, batch, step)):

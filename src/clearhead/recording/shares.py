@@ -9,10 +9,20 @@ import torch
 from torch import nn
 
 from clearhead import masks
-from clearhead._capture import Call, dense_edges
+from clearhead._capture import Call, FusedCall, dense_edges
+from clearhead._core import Sizes
 from clearhead.masks import Mask
 
-__all__ = ["Share", "of_all_heads", "shares_of", "source_heads", "splits_batch"]
+__all__ = [
+    "Share",
+    "note_of",
+    "of_all_ranks",
+    "queries_here",
+    "shares_of",
+    "sizes_of",
+    "source_heads",
+    "splits_batch",
+]
 
 
 class Share(NamedTuple):
@@ -35,6 +45,8 @@ def shares_of(call: Call, split: bool) -> tuple[Share, ...]:
     found = []
     if call.place is not None and call.place.heads is not None:
         found.append(Share("head", call.heads.start, len(call.heads), call.all_heads))
+    if (spread := _spread(call)) is not None:
+        found.append(Share("position", spread.first, call.sizes.query, spread.sizes.query))
     if split:
         found.append(Share("batch", None, call.sizes.batch, None))
     return tuple(found)
@@ -52,6 +64,34 @@ def splits_batch(model: Any) -> bool:
     return any(isinstance(module, tuple(kinds)) for module in modules)
 
 
+def note_of(call: Call) -> str:
+    """Say which share of its map a call is; empty where it is all of it."""
+    joins = "are on this rank; clearhead.distributed.gather(seen) joins those of all ranks"
+    if call.place is not None and call.place.heads is not None:
+        here = f"{call.heads.start} to {call.heads.stop - 1} of {call.all_heads}"
+        return f"tensor parallel: heads {here} {joins}"
+    if (spread := _spread(call)) is not None:
+        last = spread.first + call.sizes.query - 1
+        here = f"{spread.first} to {last} of {spread.sizes.query}"
+        return f"sequence parallel: positions {here} {joins}"
+    return ""
+
+
+def sizes_of(call: Call) -> Sizes:
+    """The sizes of a map on all ranks; of samples, those of this one."""
+    spread = _spread(call)
+    query = call.sizes.query if spread is None else spread.sizes.query
+    return call.sizes._replace(head=call.all_heads, query=query)
+
+
+def queries_here(call: Call, chosen: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The numbers of the queries that were read; None where these are all of the map."""
+    spread = _spread(call)
+    if spread is None or call.sizes.query == spread.sizes.query:
+        return chosen
+    return tuple(range(spread.first, spread.first + call.sizes.query))
+
+
 def source_heads(call: Call) -> int | None:
     """Count the heads of the keys on all ranks, where the call shows them."""
     if call.place is None or call.place.heads is None:
@@ -59,11 +99,17 @@ def source_heads(call: Call) -> int | None:
     return call.place.heads.shared
 
 
-def of_all_heads(call: Call, mask: Mask | None) -> Mask | None:
-    """Give a mask that differs from head to head those of other ranks, which it leaves empty."""
+def of_all_ranks(call: Call, mask: Mask | None) -> Mask | None:
+    """Give the mask of the whole; one that differs by head has no edges in those of other ranks."""
+    if (spread := _spread(call)) is not None:
+        return spread.mask
     if mask is None or mask.own.head in (None, 1) or len(call.heads) == call.all_heads:
         return mask
     edges = dense_edges(mask, call)
     whole = edges.new_zeros(edges.shape[0], call.all_heads, *edges.shape[2:])
     whole[:, call.heads.start : call.heads.stop] = edges
     return masks.dense(whole)
+
+
+def _spread(call: Call) -> Any:
+    return call.spread if isinstance(call, FusedCall) else None

@@ -35,7 +35,15 @@ from clearhead.masks import Mask
 from clearhead.recording import packed
 from clearhead.recording.records import Record, Seen
 from clearhead.recording.request import Numbers, Request
-from clearhead.recording.shares import of_all_heads, shares_of, source_heads, splits_batch
+from clearhead.recording.shares import (
+    note_of,
+    of_all_ranks,
+    queries_here,
+    shares_of,
+    sizes_of,
+    source_heads,
+    splits_batch,
+)
 from clearhead.recording.stitch import Stitcher, stitched
 
 __all__ = ["Watcher"]
@@ -96,6 +104,8 @@ class Watcher(Handler):
         if not self.through or call.dropout or self._drafts or not self._wanted(call):
             return None
         if not isinstance(call, FusedCall) or any(x.edits for x in active_handlers(self.model)):
+            return None
+        if call.spread is not None:
             return None
         if self.modules.recomputed:  # by the model's own kernel, which saves other tensors
             return None
@@ -160,8 +170,9 @@ class Watcher(Handler):
 
     def _note_slices(self, call: Call) -> None:
         """Note where heads, samples or positions of a record are not those of the layer."""
-        if call.place is not None and call.place.heads is not None:
-            self.note(call.place.heads.note(call.sizes.head))
+        if of_ranks := note_of(call):
+            self.note(of_ranks)
+            return
         text = call.place.note(*call.sizes[2:]) if call.place else ""
         if text and call.module not in self._sliced:
             self._sliced.add(call.module)
@@ -304,13 +315,13 @@ class Watcher(Handler):
             module=call.module,
             call=call.call,
             kind=call.kind,
-            mask=of_all_heads(call, call_mask(call, self._masks)),
+            mask=of_all_ranks(call, call_mask(call, self._masks)),
             scale=call.score_scale,
             check=check,
             how=call.how,
             heads=tuple(call.heads[head] for head in self.request.heads_in(call)),
-            queries=self.request.queries_of(call.sizes.query),
-            sizes=call.sizes._replace(head=call.all_heads),
+            queries=queries_here(call, self.request.queries_of(call.sizes.query)),
+            sizes=sizes_of(call),
             prompt=prompt,
             source_heads=source_heads(call),
             shares=shares_of(call, self._splits_batch),

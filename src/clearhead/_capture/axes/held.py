@@ -23,13 +23,6 @@ class HeldHeads(NamedTuple):
     whole: int
     shared: int | None  # heads of the keys on all ranks; None where that is not known
 
-    def note(self, heads: int) -> str:
-        """Say which heads these are."""
-        return (
-            f"tensor parallel: heads {self.start} to {self.start + heads - 1} of {self.whole} are "
-            "on this rank; clearhead.distributed.gather(seen) joins those of all ranks"
-        )
-
 
 class _Rows(NamedTuple):
     """The rows of a weight that a rank holds: the first of them, how many, and of how many."""

@@ -20,6 +20,8 @@ __all__ = ["AXES", "joined", "reported_axis"]
 
 # Where the axes lie in the tensors of a value, and in the sizes of a record.
 AXES = {"batch": 0, "head": 1, "position": 2}
+# How the notes begin that say which share a rank has.
+_OF_SHARES = {"head": "tensor parallel: ", "position": "sequence parallel: "}
 _PER_QUERY = (
     readings.Weights | readings.Scores | readings.TopK | readings.LogSumExp | readings.MaxScore
     | readings.Entropy | readings.Mass | readings.Distance
@@ -58,7 +60,7 @@ def joined(seen: Sequence[Seen], along: str) -> Seen:
         whole._records.append(_Joining.of(found, len(seen), along).record(whole.notes))
     for note in dict.fromkeys(note for each in seen for note in each.notes):
         ranks = [rank for rank, each in enumerate(seen) if note in each.notes]
-        if along != "head" or not note.startswith("tensor parallel"):
+        if not note.startswith(_OF_SHARES.get(along, "\n")):
             named = "" if len(ranks) == len(seen) else f"rank {', '.join(map(str, ranks))}: "
             whole.notes.append(named + note)
     return whole

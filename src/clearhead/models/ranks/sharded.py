@@ -66,9 +66,15 @@ def write_shards(
             shutil.rmtree(part, ignore_errors=True)
 
 
-def _save(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> None:
-    import torch.distributed.checkpoint as dcp
+def _checkpointing() -> Any:
+    """Import torch.distributed.checkpoint, which takes a while, where it is needed."""
+    import torch.distributed.checkpoint
 
+    return torch.distributed.checkpoint
+
+
+def _save(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> None:
+    dcp = _checkpointing()
     # Its slices have an axis.
     state = {name: x.detach().reshape(x.shape or (1,)) for name, x in tensors.items()}
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -82,8 +88,7 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], group: Group) -> None:
 
 def _check_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise where shards are missing, as on machines whose folders are not the same."""
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _checkpointing()
     there = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     if missing := sorted(tensors.keys() - there.keys()):
         raise OSError(
@@ -142,16 +147,15 @@ def _damaged(where: Path, error: Exception) -> ValueError:
 
 
 def _load(folder: Path) -> dict[str, Tensor]:
-    import torch.distributed.checkpoint as dcp
     from safetensors import SafetensorError
 
+    dcp = _checkpointing()
     try:
         found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, KeyError) as error:
         raise _damaged(folder, error) from error
     tensors: dict[str, Tensor] = {
-        name: torch.empty(x.size, dtype=x.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        for name, x in found.items()
+        name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()
     }
     with warnings.catch_warnings():
         # Each process reads all of it by itself.
