@@ -10,19 +10,9 @@ from torch import nn
 
 from clearhead import masks
 from clearhead._capture import Call, FusedCall, dense_edges
-from clearhead._core import Sizes
 from clearhead.masks import Mask
 
-__all__ = [
-    "Share",
-    "note_of",
-    "of_all_ranks",
-    "queries_here",
-    "shares_of",
-    "sizes_of",
-    "source_heads",
-    "splits_batch",
-]
+__all__ = ["Share", "in_the_whole", "note_of", "splits_batch"]
 
 
 class Share(NamedTuple):
@@ -37,19 +27,38 @@ class Share(NamedTuple):
     whole: int | None
 
 
-def shares_of(call: Call, split: bool) -> tuple[Share, ...]:
-    """Tell which share of its map a call is; nothing where it is all of it.
+def in_the_whole(
+    call: Call, mask: Mask | None, queries: tuple[int, ...] | None, split: bool
+) -> dict[str, Any]:
+    """The fields of a record that tell of the whole map, and which share of it a call is.
 
     `split` is what `splits_batch` says of the model.
     """
-    found = []
-    if call.place is not None and call.place.heads is not None:
-        found.append(Share("head", call.heads.start, len(call.heads), call.all_heads))
-    if (spread := _spread(call)) is not None:
-        found.append(Share("position", spread.first, call.sizes.query, spread.sizes.query))
-    if split:
-        found.append(Share("batch", None, call.sizes.batch, None))
-    return tuple(found)
+    held, spread = call.place and call.place.heads, _spread(call)
+    shares = [Share("batch", None, call.sizes.batch, None)] if split else []
+    sizes, shared = call.sizes, call.source_heads
+    if held is not None:
+        shares.append(Share("head", held.start, sizes.head, held.whole))
+        sizes, shared = sizes._replace(head=held.whole), held.shared
+    if spread is not None:
+        first, many = spread.first, sizes.query
+        shares.append(Share("position", first, many, spread.sizes.query))
+        sizes, mask = sizes._replace(query=spread.sizes.query), spread.mask
+        queries = tuple(range(first, first + many)) if many < sizes.query else None
+    elif mask is not None and mask.own.head not in (None, 1, call.all_heads):
+        mask = _of_all_heads(call, mask)
+    return {
+        "sizes": sizes, "source_heads": shared, "mask": mask, "queries": queries,
+        "shares": tuple(shares),
+    }  # fmt: skip
+
+
+def _of_all_heads(call: Call, mask: Mask) -> Mask:
+    """Give a mask that differs by head those of other ranks, in which it has no edges."""
+    edges = dense_edges(mask, call)
+    whole = edges.new_zeros(edges.shape[0], call.all_heads, *edges.shape[2:])
+    whole[:, call.heads.start : call.heads.stop] = edges
+    return masks.dense(whole)
 
 
 def splits_batch(model: Any) -> bool:
@@ -75,40 +84,6 @@ def note_of(call: Call) -> str:
         here = f"{spread.first} to {last} of {spread.sizes.query}"
         return f"sequence parallel: positions {here} {joins}"
     return ""
-
-
-def sizes_of(call: Call) -> Sizes:
-    """The sizes of a map on all ranks; of samples, those of this one."""
-    spread = _spread(call)
-    query = call.sizes.query if spread is None else spread.sizes.query
-    return call.sizes._replace(head=call.all_heads, query=query)
-
-
-def queries_here(call: Call, chosen: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The numbers of the queries that were read; None where these are all of the map."""
-    spread = _spread(call)
-    if spread is None or call.sizes.query == spread.sizes.query:
-        return chosen
-    return tuple(range(spread.first, spread.first + call.sizes.query))
-
-
-def source_heads(call: Call) -> int | None:
-    """Count the heads of the keys on all ranks, where the call shows them."""
-    if call.place is None or call.place.heads is None:
-        return call.source_heads
-    return call.place.heads.shared
-
-
-def of_all_ranks(call: Call, mask: Mask | None) -> Mask | None:
-    """Give the mask of the whole; one that differs by head has no edges in those of other ranks."""
-    if (spread := _spread(call)) is not None:
-        return spread.mask
-    if mask is None or mask.own.head in (None, 1) or len(call.heads) == call.all_heads:
-        return mask
-    edges = dense_edges(mask, call)
-    whole = edges.new_zeros(edges.shape[0], call.all_heads, *edges.shape[2:])
-    whole[:, call.heads.start : call.heads.stop] = edges
-    return masks.dense(whole)
 
 
 def _spread(call: Call) -> Any:

@@ -35,15 +35,7 @@ from clearhead.masks import Mask
 from clearhead.recording import packed
 from clearhead.recording.records import Record, Seen
 from clearhead.recording.request import Numbers, Request
-from clearhead.recording.shares import (
-    note_of,
-    of_all_ranks,
-    queries_here,
-    shares_of,
-    sizes_of,
-    source_heads,
-    splits_batch,
-)
+from clearhead.recording.shares import in_the_whole, note_of, splits_batch
 from clearhead.recording.stitch import Stitcher, stitched
 
 __all__ = ["Watcher"]
@@ -172,6 +164,7 @@ class Watcher(Handler):
         """Note where heads, samples or positions of a record are not those of the layer."""
         if of_ranks := note_of(call):
             self.note(of_ranks)
+        if isinstance(call, FusedCall) and call.spread is not None:
             return
         text = call.place.note(*call.sizes[2:]) if call.place else ""
         if text and call.module not in self._sliced:
@@ -309,23 +302,21 @@ class Watcher(Handler):
             raise
 
     def _record(self, call: Call, value: Any, check: float | None, prompt: int | None) -> Record:
+        queries = self.request.queries_of(call.sizes.query)
+        mask = call_mask(call, self._masks)
         return Record(
             value=value,
             layer=call.layer,
             module=call.module,
             call=call.call,
             kind=call.kind,
-            mask=of_all_ranks(call, call_mask(call, self._masks)),
             scale=call.score_scale,
             check=check,
             how=call.how,
             heads=tuple(call.heads[head] for head in self.request.heads_in(call)),
-            queries=queries_here(call, self.request.queries_of(call.sizes.query)),
-            sizes=sizes_of(call),
             prompt=prompt,
-            source_heads=source_heads(call),
-            shares=shares_of(call, self._splits_batch),
             read=self.request.read[0] if self.request.single else self.request.read,
+            **in_the_whole(call, mask, queries, self._splits_batch),
         )
 
     def unseen(self, module: str, reason: str) -> None:
