@@ -233,16 +233,17 @@ def batches(group: Any, how: str) -> Any:
     """The joined records of ranks with two samples and one, of which the model masks some."""
     rank = torch.distributed.get_rank(group)
     model: Any = Model()
-    model = (
-        nn.parallel.DistributedDataParallel(model, process_group=group) if how == "ddp" else model
-    )
+    if how == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, process_group=group)
+    elif how == "fsdp":
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     mine = inputs(3)[:2] if rank == 0 else inputs(3)[2:]
     with torch.no_grad(), ch.watch(model, read=READ) as seen:
         model(mine)
-    return plain(distributed.gather(seen, group, to=1, along=None if how == "ddp" else "batch"))
+    return plain(distributed.gather(seen, group, to=1, along="batch" if how == "alone" else None))
 
 
-@pytest.mark.parametrize("how", ["ddp", "alone"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "alone"])
 def test_samples_of_ranks_are_joined(ranks: Ranks, how: str) -> None:
     with torch.no_grad(), ch.watch(model := Model(), read=READ) as seen:
         model(inputs(3))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["HeldHeads", "held_heads"]
@@ -36,7 +37,7 @@ def held_heads(modules: Mapping[str, nn.Module], name: str, call: Any) -> HeldHe
     """Tell which heads of a module a call in it has; None where it has all of them."""
     heads, shared = call.sizes.head, call.source_heads
     width = getattr(call, "query", call.value).shape[-1]
-    if "torch.distributed.tensor" not in sys.modules or not heads * width:
+    if not (_may_be_split() and heads * width):
         return None
     weights = [_rows(x) for x in _weights(modules, name)]
     fused = (heads + 2 * (shared or heads)) * width
@@ -49,6 +50,12 @@ def held_heads(modules: Mapping[str, nn.Module], name: str, call: Any) -> HeldHe
     of_keys = next((x for x in weights if shared and x.here == shared * width), found)
     shared = shared and shared * of_keys.whole // of_keys.here
     return HeldHeads(heads * found.first // found.here, whole, shared)
+
+
+def _may_be_split() -> bool:
+    """Whether this process is a rank, and somebody has imported DTensors."""
+    there = "torch.distributed.tensor" in sys.modules
+    return there and torch.distributed.is_initialized()
 
 
 def _weights(modules: Mapping[str, nn.Module], name: str) -> Iterator[Tensor]:
