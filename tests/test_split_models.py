@@ -547,3 +547,34 @@ def test_a_model_that_is_watched_on_some_ranks_raises_on_all(ranks: Ranks) -> No
             "model: is watched on all ranks that attend together; got rank 1, which is not" in said
         )
     assert "rank 0 refuses its arguments of distributed.attend: the model is watched on" in second
+
+
+def across(group: Any) -> Any:
+    """The weights of queries over other positions than their own, gathered; and under a cut."""
+    draw = torch.Generator().manual_seed(5)
+    whole = [torch.randn(1, 2, size, 8, generator=draw) for size in (5, 9, 9)]
+    mask, bias = masks.window(4), torch.randn(2, 5, 9, generator=draw)
+    right = ch.attend(*whole, mask, bias=bias, read=readings.Weights())[1]
+
+    def model(*tensors: Tensor) -> Tensor:
+        return distributed.attend(*tensors, mask, bias=bias, group=group)
+
+    mine = [distributed.shard(x, group=group) for x in whole]
+    with ch.watch(model, read=readings.Weights()) as seen:
+        model(*mine)
+    try:
+        with ch.knockout(model, [(4, 7)]), ch.watch(model):
+            model(*mine)
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    found = distributed.gather(seen, group)
+    return None if found is None else found[0].value.numpy(), right.numpy(), said
+
+
+def test_queries_over_other_positions(ranks: Ranks) -> None:
+    each = answers(ranks.run(across, 4))
+    close(each[0][0], each[0][1])
+    assert [found is None for found, *_ in each] == [False, True, True, True]
+    for *_, said in each:
+        assert said.startswith("read: is taken under the model's own mask")

@@ -50,16 +50,17 @@ class _OverRanks:
     mask: Mask | None
     bias: Tensor | None
     section: Mask | None  # the mask of this rank's rows
+    sources: slice  # of this rank
     attend: _Attend
     options: dict[str, Any]
 
     def read(self, call: FusedCall, wanted: Sequence[Reading]) -> list[Any]:
         """Give one value for each reading, of the heads and samples of the call."""
-        own = slice(self.first, self.first + call.sizes.query)
         if call.mask is not self.section:
-            rule = "are read without cuts and choices of samples where ranks have other queries"
-            raise value_error("heads", rule, hint="read all heads, or outside of the cut")
-        tensors = (call.query, call.key[:, :, own], call.value[:, :, own], self.mask)
+            rule = "is taken under the model's own mask where other ranks have the other queries"
+            raise value_error("read", rule, hint="watch all heads, and outside of a cut")
+        key, value = (x[:, :, self.sources] for x in (call.key, call.value))
+        tensors = (call.query, key, value, self.mask)
         options = {**self.options, "sinks": call.sinks, "bias": self.bias}
         return list(self.attend(*tensors, read=tuple(wanted), **options)[1])
 
@@ -85,7 +86,11 @@ def _described(
         section = Section(whole.mask, corner, heads, counts[link.rank], sources_of_all)
     rest = {name: options[name] for name in ("scale", "softcap") if name in options}
     rest["group"] = group
-    spread = _OverRanks(first, whole.sizes, whole.mask, whole.bias, section, attend, rest)
+    before = sum(said["sources"][0].shape[-2] for said in told[: link.rank])
+    own_sources = slice(before, before + key.shape[-2])
+    spread = _OverRanks(
+        first, whole.sizes, whole.mask, whole.bias, section, own_sources, attend, rest
+    )
     bias = whole.bias if whole.bias is None else whole.bias[:, :, first : first + own.shape[2]]
     return replace(
         whole, query=own, mask=section, bias=bias, spread=spread, how="distributed.attend",
