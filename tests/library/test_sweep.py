@@ -349,6 +349,14 @@ def test_the_page_shows_words_of_classes_as_they_are():
     assert r"\<b\>\|\`x\`\|\_y\_" in library.page((run_of("2"), [row]))
 
 
+def test_classes_that_share_a_reason_share_a_line():
+    said = [
+        Row(name, "causal", "sdpa", "batch", verdict="not tested", reason=f"{name[0]} has no sdpa")
+        for name in ("A", "B:variant")
+    ]
+    assert "| has no sdpa | batch | `A`, `B:variant` |" in library.page((run_of("2"), said))
+
+
 def test_the_page_joins_backends_and_questions_of_one_place():
     more = [ROW, Row(**{**vars(ROW), "backend": "sdpa", "size": 0.75})]
     line = next(x for x in library.page((run_of("2"), more)).splitlines() if "AForCausalLM" in x)

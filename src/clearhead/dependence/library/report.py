@@ -250,7 +250,9 @@ def _untested(rows: Sequence[Row]) -> list[str]:
 def _reasons(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.reason.removeprefix(UNFIT), []).append(row)
+        # Classes share a reason that begins with the name of each.
+        reason = row.reason.removeprefix(UNFIT).removeprefix(f"{row.name.partition(':')[0]} ")
+        found.setdefault(reason, []).append(row)
     for reason in sorted(found):
         mine = found[reason]
         asked = _each(row.form for row in mine)
