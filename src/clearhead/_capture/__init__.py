@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from clearhead._capture.attach import active_handlers, attached
 from clearhead._capture.axes import Place
-from clearhead._capture.call import Call, EagerCall, FusedCall, dense_edges, plain_call, unmasked
+from clearhead._capture.call import (
+    Call,
+    EagerCall,
+    FusedCall,
+    dense_edges,
+    plain_call,
+    unmasked,
+    wide,
+)
 from clearhead._capture.calling import call_with, nothing_seen, watchable
 from clearhead._capture.describe import from_attend, from_sdpa
 from clearhead._capture.handler import Handler, in_short
-from clearhead._capture.intercept import FusedInterceptor, Interceptor, intercept_calls
+from clearhead._capture.intercept import (
+    FusedInterceptor,
+    Interceptor,
+    NamedInterceptor,
+    intercept_calls,
+)
 from clearhead._capture.modules import Modules
 from clearhead._capture.provenance import SOFTMAXES
 from clearhead._capture.recompute import (
@@ -32,6 +45,7 @@ __all__ = [
     "Interceptor",
     "Loop",
     "Modules",
+    "NamedInterceptor",
     "Place",
     "active_handlers",
     "attached",
@@ -55,4 +69,5 @@ __all__ = [
     "two_sided",
     "unmasked",
     "watchable",
+    "wide",
 ]

@@ -17,7 +17,16 @@ from clearhead.attention import Problem
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 
-__all__ = ["Call", "CallSite", "EagerCall", "FusedCall", "dense_edges", "plain_call", "unmasked"]
+__all__ = [
+    "Call",
+    "CallSite",
+    "EagerCall",
+    "FusedCall",
+    "dense_edges",
+    "plain_call",
+    "unmasked",
+    "wide",
+]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -167,10 +176,10 @@ class EagerCall(CallSite):
 
     scores: Tensor  # (batch, head, query, source), as they enter the softmax
     weights: Tensor  # the same shape, before dropout
-    lse: Tensor  # (batch, head, query), log-sum-exp of the scores and the sink logits
     value: Tensor  # (batch, head, source, value_dim)
     key: Tensor | None = None  # (batch, source_head, source, head_dim), where it is known
     sink_scores: Tensor | None = None  # (batch, head, query, any): in the softmax, without a value
+    lse: Tensor | None = None  # (batch, head, query), where it is known: see `lse_of`
     dropped: Tensor | None = None  # the weights after dropout, where it was on
     proven: bool = True  # False where more than one softmax may have made the weights
 
@@ -194,6 +203,16 @@ class EagerCall(CallSite):
         """What the scores are multiplied by, where it is known."""
         return self.scale
 
+    @torch.no_grad()
+    def lse_of(self, rows: slice | Tensor) -> Tensor:
+        """Give the log-sum-exp of scores and sink logits of some rows, (batch, head, row)."""
+        if self.lse is not None:
+            return self.lse[:, :, rows]
+        lse = torch.logsumexp(wide(self.scores[:, :, rows]), -1)
+        if self.sink_scores is None:
+            return lse
+        return torch.logaddexp(lse, torch.logsumexp(wide(self.sink_scores[:, :, rows]), -1))
+
     def with_heads(self, heads: Sequence[int]) -> EagerCall:
         """Keep some heads, in the order given; the keys stay those of all heads."""
         at = list(heads)
@@ -201,7 +220,7 @@ class EagerCall(CallSite):
             self,
             scores=self.scores[:, at],
             weights=self.weights[:, at],
-            lse=self.lse[:, at],
+            lse=None if self.lse is None else self.lse[:, at],
             value=self.value[:, at],
             sink_scores=None if self.sink_scores is None else self.sink_scores[:, at],
             dropped=None if self.dropped is None else self.dropped[:, at],
@@ -214,7 +233,7 @@ class EagerCall(CallSite):
             self,
             scores=self.scores[samples],
             weights=self.weights[samples],
-            lse=self.lse[samples],
+            lse=None if self.lse is None else self.lse[samples],
             value=_of_samples(self.value, samples, batch),
             key=None if self.key is None else _of_samples(self.key, samples, batch),
             sink_scores=None if self.sink_scores is None else self.sink_scores[samples],
@@ -227,7 +246,7 @@ class EagerCall(CallSite):
             self,
             scores=self.scores[:, :, queries],
             weights=self.weights[:, :, queries],
-            lse=self.lse[:, :, queries],
+            lse=self.lse_of(queries),
         )
 
 
@@ -236,9 +255,8 @@ Call: TypeAlias = FusedCall | EagerCall
 
 def plain_call(call: Call) -> Call:
     """Give a call with its values alone, without wrappers of `torch.func` and subclasses."""
-    given = {field.name: getattr(call, field.name) for field in fields(call)}
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    changed = {name: plain(x) for name, x in tensors.items() if plain(x) is not x}
+    held = vars(call).items()
+    changed = {name: y for name, x in held if isinstance(x, Tensor) and (y := plain(x)) is not x}
     return replace(call, **changed) if changed else call
 
 
@@ -253,12 +271,18 @@ def dense_edges(edges: Mask, call: Call) -> Tensor:
     return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape))
 
 
+def wide(x: Tensor) -> Tensor:
+    """Give a tensor in float32, or in float64 where it is so."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def unmasked(scores: Tensor) -> Tensor:
     """Tell which scores a model has not masked: by -inf, or about the lowest number of the dtype.
 
     In a row where all are that low the finite constant masks nothing: the softmax is uniform.
     """
-    low = torch.finfo(scores.dtype).min / 2
-    open_edges = scores > low
-    swamped = ~open_edges.any(-1, keepdim=True) & (scores > -math.inf).all(-1, keepdim=True)
-    return open_edges | swamped | scores.isnan()
+    masked = scores <= torch.finfo(scores.dtype).min / 2
+    closed = masked.all(-1, keepdim=True)
+    if not bool(closed.any()):
+        return ~masked
+    return ~masked | (closed & (scores > -math.inf).all(-1, keepdim=True))

@@ -15,7 +15,7 @@ from clearhead._capture.call import Call, EagerCall, FusedCall
 from clearhead._core import plain
 from clearhead.attention import make_problem
 
-__all__ = ["Additive", "from_attend", "from_flex", "from_sdpa", "split_additive"]
+__all__ = ["Additive", "from_attend", "from_flex", "from_sdpa", "lead_of", "split_additive"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def from_sdpa(
     split: Callable[[Tensor], Additive] = split_additive,
 ) -> FusedCall:
     """Describe a call of `F.scaled_dot_product_attention`; its causal mask aligns at the start."""
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = lead_of(query, key, value)
     sizes = query.shape[-2], key.shape[-2]
     parts = Additive(None, None, None)
     if attn_mask is not None:
@@ -92,12 +92,22 @@ def from_sdpa(
     return FusedCall(query, key, value, mask, parts.bias, scale=scale, dropout=dropout_p)
 
 
+def lead_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    """Give the batch axes that the inputs of a kernel broadcast to."""
+    first, *others = (x.shape[:-3] for x in (query, key, value))
+    if all(other == first for other in others):
+        return first
+    return torch.broadcast_shapes(first, *others)
+
+
 def _input_rank4(x: Tensor, lead: torch.Size, ndim: int) -> Tensor:
     """Give query, key or value exactly one batch and one head axis, where they have `ndim` axes."""
     if ndim == 2:
         return x[None, None]
     if ndim == 3:
         return x[:, None]
+    if x.shape[:-3] == lead and len(lead) == 1:
+        return x
     return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
 
 
@@ -154,10 +164,9 @@ def from_flex(
     if getattr(score_mod, "__name__", "") == "_identity":
         return call
     scores = _modified_scores(call, score_mod)
-    lse = torch.logsumexp(scores, -1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-    return EagerCall(scores, weights, lse, value, key, scale=scale, how="flex_attention")
+    return EagerCall(scores, weights, value, key, scale=scale, how="flex_attention")
 
 
 def _modified_scores(call: FusedCall, score_mod: Any) -> Tensor:

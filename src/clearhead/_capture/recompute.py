@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead._capture.call import Call, EagerCall, FusedCall, unmasked
+from clearhead._capture.call import Call, EagerCall, FusedCall, unmasked, wide
 from clearhead._core import value_error
 from clearhead.attention import check_readings, choose
 from clearhead.masks import Mask
@@ -116,11 +116,11 @@ def _scores(call: FusedCall, at: Tensor, product: Any) -> Tensor:
 def _eager_strip(call: EagerCall, at: Tensor) -> Strip:
     """Take rows of the weight map that the model itself made."""
     raw = call.scores[:, :, at]
-    scores = raw.double() if raw.dtype == torch.float64 else raw.float()
+    scores = wide(raw)
     weights = call.weights[:, :, at].to(scores.dtype)
     scores = scores.masked_fill(~unmasked(raw), -math.inf)
     columns = torch.arange(scores.shape[-1], device=scores.device)
-    lse = call.lse[:, :, at]
+    lse = call.lse_of(at)
     return Strip(scores, weights, lse, at, columns, call.sizes.query, call.sizes.source)
 
 
@@ -138,8 +138,8 @@ def context_difference(call: Call, context: Tensor, rows: Sequence[int]) -> floa
     shared = value.shape[1]
     weights = weights.reshape(batch, shared, -1, source)
     again = product(weights, value).reshape(batch, heads, len(rows), -1)
-    own = context[:, :, list(rows)].to(again.dtype)
-    return float((again - own).abs().max())
+    least, most = torch.aminmax(again.sub_(context[:, :, _at(rows)]))
+    return max(-float(least), float(most))
 
 
 def softmax_difference(call: EagerCall, rows: Sequence[int]) -> float | None:
@@ -154,27 +154,33 @@ def softmax_difference(call: EagerCall, rows: Sequence[int]) -> float | None:
 
 
 def _softmax_error(call: EagerCall, rows: Sequence[int]) -> float:
-    every = len(rows) == call.sizes.query
-    at = slice(None) if every else torch.tensor(list(rows), device=call.device)
-    scores, weights, lse = call.scores[:, :, at], call.weights[:, :, at], call.lse[:, :, at, None]
+    at = _at(rows)
+    scores, weights = wide(call.scores[:, :, at]), call.weights[:, :, at]
     if call.sink_scores is not None:
-        scores = torch.cat([scores, call.sink_scores[:, :, at]], -1)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+        scores = torch.cat([scores, wide(call.sink_scores[:, :, at])], -1)
     soft = scores.softmax(-1)[..., : weights.shape[-1]]
     eps = max(torch.finfo(x.dtype).eps for x in (call.scores, call.weights))
-    bound = _WEIGHT_ROUNDING + eps * (0.5 + (4 + lse.abs()) * soft)
-    off = (soft - weights).abs()
+    off = soft - weights
+    least, most = torch.aminmax(off) if off.numel() else (0.0, 0.0)
+    if max(-least, most) <= _WEIGHT_ROUNDING + 0.5 * eps:
+        return 0.0
+    bound = _WEIGHT_ROUNDING + eps * (0.5 + (4 + call.lse_of(at).unsqueeze(-1).abs()) * soft)
+    off = off.abs()
     # A row without sources is NaN in a softmax, whatever a model makes of it.
-    return float(torch.where(off > bound, off, 0.0).nan_to_num(0.0).max()) if off.numel() else 0.0
+    return float(torch.where(off > bound, off, 0.0).nan_to_num(0.0).max())
+
+
+def _at(rows: Sequence[int]) -> Any:
+    """Give ascending rows as an index: a slice, which copies nothing, where none is left out."""
+    first, last = rows[0], rows[-1]
+    return slice(first, last + 1) if last - first + 1 == len(rows) else list(rows)
 
 
 def _rows_of_weights(call: Call, rows: Sequence[int], product: Any) -> Tensor:
     """Give the weights of some rows, which the model made itself or are computed here."""
     if isinstance(call, FusedCall):
         return call_strip(call, rows, product).weights
-    every = len(rows) == call.sizes.query
-    weights = call.weights if every else call.weights[:, :, list(rows)]
-    return weights if weights.dtype == torch.float64 else weights.float()
+    return wide(call.weights[:, :, _at(rows)])
 
 
 def few_rows(left: Tensor, right: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
@@ -80,11 +82,12 @@ class Cutter(Handler):
                 for cuts, heads in self._groups(call, samples):
                     proof.prove_place(call, cuts)
                     proof.prove_alone(call)
-                    part, own = edits.narrowed(call, samples, heads), context[samples][:, heads]
+                    at = slice(None) if len(heads) == call.sizes.head else heads
+                    part, own = edits.narrowed(call, samples, heads), context[samples][:, at]
                     new = _after_cuts(cuts, part, own, heads, offsets, self._prove)
                     changed = context.clone() if changed is context else changed
                     rows = range(*samples.indices(len(context)))
-                    changed[rows.start : rows.stop, heads] = new
+                    changed[rows.start : rows.stop, at] = new
         if changed is context:
             return None
         self._acted.add(call.module)
@@ -270,26 +273,22 @@ def _cut(
 ) -> Tensor:
     """Recompute the context of some heads: without edges, without weights, then replaced."""
     pairs = [(x, x.edges(call, heads, offsets)) for x in cuts if isinstance(x, EdgeCut)]
-    removed = [edges for cut, edges in pairs if cut.before_softmax]
-    zeroed = [edges for cut, edges in pairs if not cut.before_softmax]
+    removed = _union([edges for cut, edges in pairs if cut.before_softmax])
+    zeroed = _union([edges for cut, edges in pairs if not cut.before_softmax])
     context = own
-    if removed or zeroed:
-        rows = edits.rows_with(call, _union(removed + zeroed))
+    if pairs:
+        edit = edits.edit(call, removed, zeroed)
+        rows = edit.rows
         if prove is not None:
             prove([cut for cut, _ in pairs], call, own, rows)
-        part = edits.without(call, _union(removed)) if removed else call
-        new = edits.context_of(part, _union(zeroed) if zeroed else None)
-        context = torch.where(rows, new.to(own.dtype), own)
+        context = torch.where(rows, edit.context().to(own.dtype), own)
     for cut in cuts:
         context = cut.context(context, call, heads, offsets)
     return context
 
 
-def _union(edges: list[Mask]) -> Mask:
-    union, *more = edges
-    for other in more:
-        union = union | other
-    return union
+def _union(edges: list[Mask]) -> Mask | None:
+    return functools.reduce(operator.or_, edges) if edges else None
 
 
 @contextlib.contextmanager

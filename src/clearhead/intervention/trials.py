@@ -91,7 +91,7 @@ class EdgeWeights:
             else:
                 edges = offsets.edges(thing.edges, part)
                 weight = edits.weight_on(part, edges)
-                rows = edits.rows_with(part, edges)[..., 0].expand_as(weight)
+                rows = edits.edit(part, edges, None).rows[..., 0].expand_as(weight)
             self.sums[at] += float(weight.sum())
             self.counts[at] += int(rows.sum())
 

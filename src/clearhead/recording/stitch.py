@@ -296,7 +296,9 @@ def _stitched_eager(track: Track, first: EagerCall, source: int) -> EagerCall:
     low = torch.finfo(first.scores.dtype).min
     scores = _placed(track, source, -math.inf, lambda x: _masked(x.call.scores, low))
     weights = _placed(track, source, 0.0, lambda x: x.call.weights)
-    lse = torch.cat([_picked(track, x, x.call.lse, -math.inf) for x in track.steps], 2)
+    lse = torch.cat(
+        [_picked(track, x, x.call.lse_of(slice(None)), -math.inf) for x in track.steps], 2
+    )
     # Of the keys only the number of heads is needed.
     key = _no_sources(track.keys[0][1]) if track.keys else None
     return replace(first, scores=scores, weights=weights, lse=lse, key=key)

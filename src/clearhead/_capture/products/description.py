@@ -32,15 +32,12 @@ def described(
         place = replace(place or Place(), flat=True)
     fold = fold or _fold(before, heads, _groups(axes.value, before))
     scores, made = (fold.split(x) for x in folded)
-    with torch.no_grad():
-        lse = torch.logsumexp(scores.float() if scores.dtype != torch.float64 else scores, -1)
     spread = axes.value.expand(*before, *axes.value.shape[-2:])
     met = weights.permute(axes.weights)
     dropped = fold.split(met)[..., :sources] if product.origin.dropped else None
     call = EagerCall(
         scores=scores[..., :sources],
         weights=made[..., :sources],
-        lse=lse,
         value=fold.split(spread),
         sink_scores=scores[..., sources:] if sources < scores.shape[-1] else None,
         dropped=dropped,
