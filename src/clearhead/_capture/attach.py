@@ -17,29 +17,40 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from clearhead._capture import transformers
 from clearhead._capture.calling import watchable
 from clearhead._capture.handler import Handler
-from clearhead._capture.intercept import Interceptor
-from clearhead._capture.modules import Modules
+from clearhead._capture.intercept import FusedInterceptor, Interceptor, NamedInterceptor
+from clearhead._capture.modules import Inventory, Modules
 
 __all__ = ["active_handlers", "attached"]
 
 
 @contextlib.contextmanager
 def attached(
-    model: Any, handler: Handler, interceptor: type[Interceptor] = Interceptor
+    model: Any,
+    handler: Handler,
+    interceptor: type[Interceptor] = Interceptor,
+    known: Inventory | None = None,
 ) -> Iterator[Interceptor]:
     """Notify the handler of every attention call that the model makes inside the block.
 
-    What is compiled runs eagerly meanwhile; the model's own backend makes the output.
+    What is compiled runs eagerly meanwhile; the model's own backend makes the output. `known` are
+    the modules of an earlier block, which are listed again only where they changed.
     """
-    modules = Modules(watchable(model))
-    modules.on_start = handler.module_starts
-    if type(handler).module_ends is not Handler.module_ends:  # what it is told takes time to find
+    model = watchable(model)
+    known = known if known is not None and known.is_of(model) else Inventory(model)
+    modules = Modules(known)
+    # What nobody wants to hear of takes time to tell.
+    if type(handler).module_starts is not Handler.module_starts:
+        modules.on_start = handler.module_starts
+    if type(handler).module_ends is not Handler.module_ends:
         modules.on_end = handler.module_ends
+    if interceptor is NamedInterceptor and _patched.names_a_kernel:
+        interceptor = FusedInterceptor  # each of these expects to be the only one
     entered = interceptor(handler, modules)
     _patched.enter(entered)
     try:
@@ -68,7 +79,7 @@ class _Patched:
     def enter(self, interceptor: Interceptor) -> None:
         """Replace what is not replaced yet, and notify this interceptor too."""
         with self._lock:
-            for owner, name, make in _patches(interceptor.modules):
+            for owner, name, make in _patches(interceptor):
                 if (owner, name) not in self._originals:
                     self._originals[owner, name] = vars(owner).get(name)
                     setattr(owner, name, make(getattr(owner, name)))
@@ -89,6 +100,11 @@ class _Patched:
                 self._stance.__exit__(None, None, None)
                 self._stance = None
 
+    @property
+    def names_a_kernel(self) -> bool:
+        """Whether a block intercepts a kernel by its name."""
+        return any(isinstance(one, NamedInterceptor) for one in self.interceptors)
+
     def here(self, module: Any = None) -> list[Interceptor]:
         """Give the interceptors of this thread, or those that a module is watched by."""
         found = [one for one in self.interceptors if one.here]
@@ -98,14 +114,17 @@ class _Patched:
 _patched = _Patched()
 
 
-def _patches(modules: Modules) -> Iterator[transformers.Patch]:
-    """Give what is replaced: calls of modules, and what `transformers` adds.
+def _patches(interceptor: Interceptor) -> Iterator[transformers.Patch]:
+    """Give what is replaced: calls of modules and of kernels, and what `transformers` adds.
 
     Nothing is written on the model itself, so that it can be copied and saved inside the block;
     what `module.compile()` wrote there, which copies leave out as well, is set aside.
     """
+    modules = interceptor.modules
     yield nn.Module, "_call_impl", _notifying
-    for module in modules.compiled:
+    if interceptor.handler.names_kernels:
+        yield F, "scaled_dot_product_attention", _naming
+    for module in modules.inventory.compiled:
         yield module, "_compiled_call_impl", lambda own: None
     yield from transformers.patches(modules.model, _patched.here)
 
@@ -115,7 +134,13 @@ def _notifying(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
-        known = [x.modules for x in _patched.interceptors if id(self) in x.modules.names]
+        interceptors = _patched.interceptors
+        if len(interceptors) == 1:
+            modules = interceptors[0].modules
+            if id(self) in modules.names:
+                return modules.run(own, self, *args, **kwargs)
+            return own(self, *args, **kwargs)
+        known = [x.modules for x in interceptors if id(self) in x.modules.names]
         run = own
         # The last block is the innermost one.
         for modules in reversed(known):
@@ -123,3 +148,17 @@ def _notifying(own: Callable[..., Any]) -> Callable[..., Any]:
         return run(self, *args, **kwargs)
 
     return _call_impl
+
+
+def _naming(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Let interceptors learn of calls of a kernel by its name, or intercept them there."""
+
+    @functools.wraps(own)
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        alone = None
+        for one in _patched.here():
+            one.named += one.sites.listening
+            alone = one if isinstance(one, NamedInterceptor) else alone
+        return own(*args, **kwargs) if alone is None else alone.sdpa(own, args, kwargs)
+
+    return scaled_dot_product_attention

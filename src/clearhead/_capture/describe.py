@@ -17,6 +17,9 @@ from clearhead.attention import make_problem
 
 __all__ = ["Additive", "from_attend", "from_flex", "from_sdpa", "lead_of", "split_additive"]
 
+# The masks of `is_causal`.
+_SQUARE, _FROM_THE_START = masks.causal(), masks.causal(align="start")
+
 
 @dataclass(frozen=True, eq=False)
 class Additive:
@@ -80,7 +83,7 @@ def from_sdpa(
         parts = parts.rank4(lead, query.ndim, sizes)
     mask = None if parts.allowed is None else masks.dense(plain(parts.allowed))
     if is_causal:
-        causal = masks.causal() if sizes[0] == sizes[1] else masks.causal(align="start")
+        causal = _SQUARE if sizes[0] == sizes[1] else _FROM_THE_START
         mask = causal if mask is None else mask & causal
     query, key, value = (_input_rank4(x, lead, query.ndim) for x in (query, key, value))
     if parts.closed is not None:

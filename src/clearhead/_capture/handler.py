@@ -27,6 +27,7 @@ class Handler:
     """
 
     reads_values = True  # False where shapes are enough, so that the model may have no values
+    names_kernels = False  # whether it may leave the mode: see `NamedInterceptor`
     edits = False  # whether it may return contexts that the model itself would not have made
 
     def before(self, call: Call) -> Tensor | None:

@@ -28,7 +28,7 @@ from clearhead._capture.transformers import ungrouped
 from clearhead._core import has_values, is_refusal, unobserved
 from clearhead.attention import attend
 
-__all__ = ["FusedInterceptor", "Interceptor", "intercept_calls"]
+__all__ = ["FusedInterceptor", "Interceptor", "NamedInterceptor", "intercept_calls"]
 
 
 class Interceptor(TorchFunctionMode):
@@ -46,6 +46,8 @@ class Interceptor(TorchFunctionMode):
             self.provenance.on_other_use = self.handwritten.other_use
         # Whether every call of a kernel had batch, heads and positions where the kernel has them.
         self.plain = True
+        # How many calls of kernels there were, and how many by the name of torch's own.
+        self.kernels = self.named = 0
         self._split: dict[int, tuple[weakref.ref[Tensor], int, Additive]] = {}
 
     @property
@@ -97,14 +99,13 @@ class Interceptor(TorchFunctionMode):
             fold, split = (None, given) if found is None else _unfolded(found, given)
             self.plain &= place is None and fold is None and given["query"].ndim == 4
             call = describe.from_sdpa(**ungrouped(self.sites.interface, split), split=self.split)
-            return replace(call, place=place)
+            return call if place is None else replace(call, place=place)
 
         call = self.described(described, given, given.get("query"), given.get("key"))
         if call is None:
             return func(*args, **kwargs)
         query, key, value = given["query"], given["key"], given["value"]
-        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-        shape = (*lead, *query.shape[-3:-1], value.shape[-1])
+        shape = (*describe.lead_of(query, key, value), *query.shape[-3:-1], value.shape[-1])
         return self.run_call(call, lambda: func(*args, **kwargs), shape, query, fold)
 
     def _place(self, query: Tensor, key: Tensor) -> tuple[Place | None, Fold | None]:
@@ -220,6 +221,7 @@ class Interceptor(TorchFunctionMode):
         `shape` is that of the context that the model expects, `fold` how its first axes are batch
         and heads where they come in another order or as one.
         """
+        self.kernels += 1
         with torch._C.DisableTorchFunction():
             other = self.handler.before(call)
         if other is None:
@@ -288,6 +290,20 @@ class FusedInterceptor(Interceptor):
         if func in _FUSED or type(func).__name__ == "FlexAttentionHOP":
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class NamedInterceptor(FusedInterceptor):
+    """Intercepts torch's kernel where it is called by its name, which takes no mode.
+
+    A mode takes time in every call of torch. It is for models of which an `Interceptor` has seen
+    that they call this kernel by its name, and no other; `attach` replaces the name.
+    """
+
+    def __enter__(self) -> NamedInterceptor:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
 
 
 def _unfolded(fold: Fold, given: dict[str, Any]) -> tuple[Fold | None, dict[str, Any]]:

@@ -32,6 +32,7 @@ _is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore[reportAttr
 _unwrapped = torch._C._functorch.get_unwrapped  # pyright: ignore[reportAttributeAccessIssue]
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_trace = torch._C._get_tracing_state
+_NOTHING = contextlib.nullcontext()
 
 
 def active_transforms() -> list[str]:
@@ -96,13 +97,19 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if _dispatches(tensor) else tensor.as_subclass(Tensor)
 
 
-@contextlib.contextmanager
-def unobserved(values: Tensor) -> Iterator[None]:
+def unobserved(values: Tensor) -> contextlib.AbstractContextManager[None]:
     """Hide operations on these values from dispatch modes, as those that count operations, and
     from transforms of `torch.func`.
 
     Not from those under which there are no values: fake tensors have only shapes.
     """
+    if _functorch_stack() is None and not _count_dispatch_modes():
+        return _NOTHING
+    return _hidden(values)
+
+
+@contextlib.contextmanager
+def _hidden(values: Tensor) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if _functorch_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())

@@ -74,9 +74,14 @@ class Alarms:
         self._runs: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         self._step = -1
 
+    @property
+    def silent(self) -> bool:
+        """Whether nobody is told of anything, so that nothing is checked."""
+        return self.tell is False
+
     def check(self, step: int, values: Tensor, heads: list[int]) -> None:
         """Check the values of a step, (layer, head, statistic); once more where it went on."""
-        if self.tell is False:
+        if self.silent:
             return
         new: list[Alarm] = []
         for kind, (beyond, shown) in self._beyond(values).items():

@@ -45,12 +45,13 @@ class Monitor:
         self._layers, self._heads = chosen
         self._alarms = alarms
         self._reader = Follower(self._inner, sinks, through, self._layers)
-        self._done: deque[tuple[int, Tensor]] = deque(maxlen=kept)
+        self._done: deque[TrainingStep] = deque(maxlen=kept)
         self._step: TrainingStep | None = None
         self._over = False  # whether an optimizer has made the step
         self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._open: contextlib.ExitStack | None = None
         self._ignored = 0
+        self._known: Any = None  # the modules of the model, as the last forward had them
         self._agreed: set[torch.Size] = set()  # what the ranks have compared
         self._hooks = Hooks(model, self)
 
@@ -82,10 +83,11 @@ class Monitor:
     def _begin(self, args: Any, kwargs: Any) -> None:
         with contextlib.ExitStack() as stack:
             self._interceptor = stack.enter_context(
-                attached(self._inner, self._reader, self._reader.interceptor)
+                attached(self._inner, self._reader, self._reader.interceptor, self._known)
             )
+            self._known = self._interceptor.modules.inventory
             self._reader.begin(self._interceptor)
-            if self._inner is not self.model or not self._interceptor.modules.eager:
+            if self._inner is not self.model or not self._interceptor.modules.inventory.eager:
                 self._reader.remark("the model is compiled: the steps that are read run eagerly")
             modules = self._interceptor.modules
             stack.enter_context(modules.running(self._inner, args, kwargs))
@@ -109,7 +111,7 @@ class Monitor:
         if self._step is None or not self._owns(optimizer):
             return
         self._over = True
-        if self._step.read and not self._step.values.is_cuda:
+        if self._step.read and self._step.device.type != "cuda":
             self._finish()
 
     def _owns(self, optimizer: Any) -> bool:
@@ -148,7 +150,7 @@ class Monitor:
 
         The statistics are `clearhead.monitoring.STATISTICS`; NaN stands where there is no number.
         """
-        return [*self._done, *self._current()]
+        return [(step.number, self._select(step.values)) for step in self._steps()]
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -177,7 +179,7 @@ class Monitor:
         A Parquet file has a row for each step, layer and head; a safetensors file the tensors
         `steps` and `values`, (step, layer, head, statistic). It is written whole or not at all.
         """
-        if not self.history:
+        if not self._steps():
             raise self._nothing()
         saving.write(Path(path), self.history, *self._chosen(), self.layers)
 
@@ -200,12 +202,12 @@ class Monitor:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         self.close()
-        if kind is None and not self.history:
+        if kind is None and not self._steps():
             raise self._nothing()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"every={self.every}"
-        of, steps = type(self.model).__name__, len(self.history)
+        of, steps = type(self.model).__name__, len(self._steps())
         return f"<clearhead.Monitor of {of}, {state}, {steps} steps>"
 
     def _finish(self) -> None:
@@ -213,24 +215,31 @@ class Monitor:
         if self._step is None or not self._step.read:
             return
         done = self._step
-        if not (self._done and self._done[-1][0] == done.number):
+        if not self._is_done(done):
             self._check(done)
-            self._done.append((done.number, self._select(done.values)))
+            self._done.append(done)
+
+    def _is_done(self, step: TrainingStep) -> bool:
+        return bool(self._done) and self._done[-1].number == step.number
 
     def _check(self, step: TrainingStep) -> None:
+        if self._alarms.silent:
+            return
         values = step.host
         self._alarms.check(step.number, self._masked(values), list(range(values.shape[1])))
 
-    def _current(self) -> list[tuple[int, Tensor]]:
+    def _steps(self) -> list[TrainingStep]:
+        """The steps that were read, and the one that goes on."""
         step = self._step
-        if step is None or not step.read or (self._done and self._done[-1][0] == step.number):
-            return []
-        return [(step.number, self._select(step.values))]
+        if step is None or not step.read or self._is_done(step):
+            return list(self._done)
+        return [*self._done, step]
 
     def _last(self) -> tuple[int, Tensor]:
-        if not self.history:
+        steps = self._steps()
+        if not steps:
             raise self._nothing()
-        return self.history[-1]
+        return steps[-1].number, self._select(steps[-1].values)
 
     def _nothing(self) -> RuntimeError:
         lines = ["monitor: no step was read yet"]

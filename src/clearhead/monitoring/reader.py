@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from clearhead._capture import (
     FusedInterceptor,
     Handler,
     Interceptor,
+    NamedInterceptor,
     active_handlers,
     context_difference,
     in_short,
@@ -24,9 +26,10 @@ from clearhead._capture import (
 )
 from clearhead._core import is_refusal, plain, unobserved
 from clearhead.attention import choose
+from clearhead.monitoring.packs import Packs
 from clearhead.monitoring.rows import KnownRows
-from clearhead.monitoring.statistics import READ, of_call
-from clearhead.monitoring.steps import CallSums, HeadSums, Layers
+from clearhead.monitoring.statistics import READ, of_handwritten, of_queries
+from clearhead.monitoring.steps import HeadSums, Layers
 
 __all__ = ["Follower"]
 
@@ -37,14 +40,15 @@ _CHECKED = 4
 class Follower(Handler):
     """Turns the attention calls of a forward into a few numbers a head."""
 
+    names_kernels = True
+
     def __init__(self, model: Any, sinks: int, through: bool, wanted: tuple[int, ...] | None):
         self.model, self.sinks, self.through, self.wanted = model, sinks, through, wanted
-        self.layers, self.rows = Layers(), KnownRows()
+        self.layers, self.rows, self._packs = Layers(), KnownRows(sinks), Packs()
         self.notes: list[str] = []
-        self._calls: list[CallSums] = []
         self._made: list[Any] | None = None
         self._interceptor: Interceptor | None = None
-        self._met = self._checking = self._fused = False
+        self._met = self._checking = self._fused = self._named = False
         self._kinds: dict[tuple[str, int], str] = {}
         self._ran: set[str] = set()
         self._eager = False
@@ -52,11 +56,14 @@ class Follower(Handler):
     @property
     def interceptor(self) -> type[Interceptor]:
         """What intercepts the next forward: calls of kernels alone, where there are no others."""
-        return FusedInterceptor if self._fused else Interceptor
+        if not self._fused:
+            return Interceptor
+        return NamedInterceptor if self._named else FusedInterceptor
 
     def begin(self, interceptor: Interceptor) -> None:
         """Start a forward; only the first one is checked row by row."""
-        self._interceptor, self._calls, self._met = interceptor, [], False
+        self._interceptor, self._met = interceptor, False
+        self._packs = Packs()
         self._checking = not self.layers.numbers
         self._seen: set[str] = set()
         if not self._fused:
@@ -67,14 +74,20 @@ class Follower(Handler):
         """Give the numbers of the forward, or None where no layer was read; raise if none ran."""
         interceptor, self._interceptor = self._interceptor, None
         assert interceptor is not None
-        self._note_missed(interceptor)
+        if not self._fused or interceptor.modules.ran != self._ran:
+            self._note_missed(interceptor)
+        self._note_threads(interceptor)
         self._choose(interceptor)
         if not self._met and not self.layers.numbers:
             raise RuntimeError(nothing_seen(interceptor.modules, self.notes, "monitor"))
         if not self._met:
             self._note("", "a later forward made no attention call that was seen")
-        calls, self._calls = self._calls, []
-        return HeadSums.of(calls, self.layers) if calls else None
+        try:
+            with torch.no_grad():
+                return HeadSums.of(self._packs.take(), self.layers)
+        except Exception as error:
+            self._note("", f"its numbers could not be added up ({in_short(error)})")
+            return None
 
     def _choose(self, interceptor: Interceptor) -> None:
         """Decide whether the next forward needs the interceptor that follows every tensor."""
@@ -82,6 +95,7 @@ class Follower(Handler):
         if not self._fused:
             kernels = interceptor.plain and not interceptor.handwritten.unmet
             self._fused = kernels and not self._eager
+            self._named = interceptor.named == interceptor.kernels
             self._ran = set(modules.ran)
             return
         silent = {x.module for x in self.layers.numbers} & modules.ran - self._seen
@@ -129,9 +143,8 @@ class Follower(Handler):
         made, self._made = self._made, None
         if not self._wanted(call):
             return
-        off = torch.autocast(context.device.type, enabled=False)
         try:
-            with torch.no_grad(), off, unobserved(context):
+            with torch.no_grad(), _exact(context), unobserved(context):
                 self._read(plain_call(call), plain(context), made)
         except Exception as error:
             if is_refusal(error):
@@ -142,8 +155,11 @@ class Follower(Handler):
         if self._checking:
             self._check(call, context)
         number = self.layers.number(call.module, call.all_heads)
-        found = of_call(call, context, self.sinks, self.rows, made)
-        self._calls.append(CallSums(number, call.heads, *found))
+        if isinstance(call, FusedCall):
+            rows = self.rows.of(call)
+            self._packs.add(number, call, of_queries(call, context, rows, made), rows)
+        else:
+            self._packs.add_sums(number, call.heads, *of_handwritten(call, context, self.sinks))
 
     def _check(self, call: Call, context: Tensor) -> None:
         total = call.sizes.query
@@ -169,14 +185,23 @@ class Follower(Handler):
     def _note_missed(self, interceptor: Interceptor) -> None:
         modules, handwritten = interceptor.modules, interceptor.handwritten
         seen = {layer.module for layer in self.layers.numbers}
-        for module in modules.scripted:
+        for module in modules.inventory.scripted:
             self.unseen(module, "it is TorchScript")
         for module in sorted(handwritten.unmet - seen):
             self.unseen(module, "its softmax of a product met no value in a product that is seen")
         for module, reason in handwritten.mixing.items():
             if module not in seen:
                 self.unseen(module, reason)
-        for module in modules.in_threads():
-            self.unseen(module, "it ran in another thread than the model")
         for module in modules.overlooked(seen):
             self.unseen(module, "none of its calls was recognised as attention")
+
+    def _note_threads(self, interceptor: Interceptor) -> None:
+        for module in interceptor.modules.in_threads():
+            self.unseen(module, "it ran in another thread than the model")
+
+
+def _exact(context: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Turn autocast off, where it is on."""
+    kind = context.device.type
+    on = torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()

@@ -15,7 +15,7 @@ from torch import Tensor
 from clearhead._capture import FusedCall
 from clearhead.masks import Mask
 
-__all__ = ["Counted", "KnownRows"]
+__all__ = ["Counted", "KnownRows", "widest"]
 
 # Edges that are tested at a time.
 _EDGES = 1 << 22
@@ -28,13 +28,21 @@ class Counted(NamedTuple):
 
     counts: Tensor  # how many sources each may read
     own: Tensor  # whether it may read its own position
+    first: Tensor  # whether it may read each of the first sources, on one more axis
+    largest: Tensor  # the log of how many sources it may read, of two at least
     real: Tensor | None  # whether it counts; None where all do
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Give the widest dtype of floats that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class KnownRows:
     """The rows of the masks that were met: layers share masks, and so do steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: int) -> None:
+        self._sinks = sinks
         self._relative: dict[tuple, Counted] = {}
         # The masks and tensors stay alive as long as their addresses are keys.
         self._others: dict[tuple, tuple[object, Counted]] = {}
@@ -57,15 +65,16 @@ class KnownRows:
             if len(self._relative) > _KNOWN:
                 self._relative.clear()
             key = (mask, *key)
-            if key not in self._relative:
-                self._relative[key] = _of_positions(call)
-            return self._relative[key]
+            found = self._relative.get(key)
+            if found is None:
+                found = self._relative[key] = _of_positions(call, self._sinks)
+            return found
         tensors = [] if mask is None else mask.tensors()
         tensors += [] if bias is None else [bias]
         places = [(x.data_ptr(), x.shape, x.stride(), x._version) for x in tensors]
         key = (_kind(mask), call.kind, *sizes, *map(tuple, places))
         if key not in self._others:
-            self._others[key] = ((mask, tensors), _of_data(call, bias))
+            self._others[key] = ((mask, tensors), _of_data(call, bias, self._sinks))
         return self._others[key][1]
 
 
@@ -75,19 +84,20 @@ def _kind(mask: Mask | None) -> object:
     return type(mask) if mask is None or dense else id(mask)
 
 
-def _of_positions(call: FusedCall) -> Counted:
+def _of_positions(call: FusedCall, sinks: int) -> Counted:
     """Of a mask that knows positions only."""
     query, source = call.sizes[2:]
     if call.mask is None:
         counts = torch.full((1, 1, query), source, device=call.device)
         at = torch.arange(query, device=call.device) + (source - query)
-        return Counted(counts, (at >= 0).expand(1, 1, -1), None if source else counts > 0)
-    rows = _of_data(call, None, padded=False)
+        own = (at >= 0).expand(1, 1, -1)
+        return _counted(call, sinks, counts, own, None if source else counts > 0)
+    rows = _of_data(call, None, sinks, padded=False)
     everywhere = rows.real is None or bool(rows.real.all())
     return rows._replace(real=None) if everywhere else rows
 
 
-def _of_data(call: FusedCall, bias: Tensor | None, padded: bool = True) -> Counted:
+def _of_data(call: FusedCall, bias: Tensor | None, sinks: int, padded: bool = True) -> Counted:
     query, source = call.sizes[2:]
     found = None
     if bias is None and call.mask is not None:
@@ -97,7 +107,20 @@ def _of_data(call: FusedCall, bias: Tensor | None, padded: bool = True) -> Count
     if padded and call.kind == "self" and query == source:
         # A sample is padded alike for all heads.
         real = real & read.any(1, keepdim=True)
-    return Counted(counts, own, real)
+    return _counted(call, sinks, counts, own, real)
+
+
+def _counted(
+    call: FusedCall, sinks: int, counts: Tensor, own: Tensor, real: Tensor | None
+) -> Counted:
+    at = torch.arange(call.sizes.query, device=call.device)
+    first = torch.arange(min(sinks, call.sizes.source), device=call.device)
+    if call.mask is None:
+        edges = torch.ones(1, 1, 1, len(first), dtype=torch.bool, device=call.device)
+    else:
+        edges = call.mask.tile(at, first, call.sizes)
+    largest = counts.clamp(min=2).to(widest(call.device)).log()
+    return Counted(counts, own, edges, largest, real)
 
 
 def _of_intervals(start: Tensor, stop: Tensor, source: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clearhead.monitoring.packs import CallSums
 from clearhead.monitoring.statistics import STATISTICS
 
-__all__ = ["CallSums", "HeadSums", "Layer", "Layers", "TrainingStep", "over_ranks"]
+__all__ = ["HeadSums", "Layer", "Layers", "TrainingStep", "over_ranks"]
 
 
 class Layer(NamedTuple):
@@ -35,15 +36,6 @@ class Layers:
         return max((layer.heads for layer in self.numbers), default=0)
 
 
-class CallSums(NamedTuple):
-    """Of each head of a call the largest score, and sums over its queries."""
-
-    layer: int
-    heads: range  # their numbers: under tensor parallelism other ranks hold the others
-    most: Tensor  # (head,)
-    sums: Tensor  # (head, statistic but the first)
-
-
 class HeadSums(NamedTuple):
     """Of each layer and head the largest score, and sums over the queries."""
 
@@ -51,16 +43,21 @@ class HeadSums(NamedTuple):
     sums: Tensor  # (layer, head, statistic but the first), 0 there
 
     @staticmethod
-    def of(calls: list[CallSums], layers: Layers) -> HeadSums:
-        """Collect the calls of a forward; those of a layer add up."""
-        device, dtype = calls[0].most.device, calls[0].most.dtype
+    def of(calls: list[CallSums], layers: Layers) -> HeadSums | None:
+        """Collect the calls of a forward, those of a layer added up; None where there are none."""
+        if not calls:
+            return None
         shape = (len(layers.numbers), layers.heads)
-        most = torch.full(shape, -torch.inf, dtype=dtype, device=device)
-        sums = torch.zeros(*shape, len(STATISTICS) - 1, dtype=dtype, device=device)
-        for layer, heads, high, total in calls:
-            at = layer, slice(heads.start, heads.stop)
-            most[at] = torch.maximum(most[at], high.to(device))
-            sums[at] += total.to(device)
+        first = calls[0]
+        if len(calls) == 1 and first.layers == list(range(shape[0])) and first.most.shape == shape:
+            return HeadSums(first.most, first.sums)
+        most = first.most.new_full(shape, -torch.inf)
+        sums = first.sums.new_zeros(*shape, len(STATISTICS) - 1)
+        for call in calls:
+            for number, layer in enumerate(call.layers):
+                at = layer, slice(call.heads.start, call.heads.stop)
+                most[at] = torch.maximum(most[at], call.most[number].to(most.device))
+                sums[at] += call.sums[number].to(most.device)
         return HeadSums(most, sums)
 
     def plus(self, other: HeadSums) -> HeadSums:
@@ -92,17 +89,31 @@ class TrainingStep:
     def __init__(self, number: int) -> None:
         self.number = number
         self._totals: HeadSums | None = None
+        self._values: Tensor | None = None
         self._host: Any = None
 
     def add(self, totals: HeadSums) -> None:
         """Add a forward, and begin to copy the numbers from an accelerator, without waiting."""
         self._totals = totals if self._totals is None else self._totals.plus(totals)
-        self.values = self._totals.values()
-        self._host = None
-        if self.values.is_cuda:
+        self._values = self._host = None
+        if self._totals.most.is_cuda:
             place = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
             place.copy_(self.values, non_blocking=True)
             self._host = place, torch.cuda.current_stream(self.values.device).record_event()
+
+    @property
+    def values(self) -> Tensor:
+        """The numbers, (layer, head, statistic), on their device; worked out where asked for."""
+        assert self._totals is not None
+        if self._values is None:
+            self._values = self._totals.values()
+        return self._values
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are."""
+        assert self._totals is not None
+        return self._totals.most.device
 
     @property
     def read(self) -> bool:

@@ -356,7 +356,7 @@ class Watcher(Handler):
         modules, seen = interceptor.modules, set(self.known.values())
         if modules.fast:
             self.note("torch's encoder fast path hides its calls: it is off inside the block")
-        for module in sorted(modules.scripted):
+        for module in sorted(modules.inventory.scripted):
             self.unseen(module, "it is TorchScript")
         for module in sorted(interceptor.handwritten.unmet - seen):
             self.unseen(module, "its softmax of a product met no value in a product that is seen")
