@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -90,7 +91,7 @@ class FusedCall(CallSite):
     sinks: Tensor | None = None  # (head,)
     spread: Spread | None = None  # where other ranks have the other queries
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """Batch, (query) heads, queries and sources."""
         batch, head, query, _ = self.query.shape

@@ -30,6 +30,9 @@ from clearhead.attention import attend
 
 __all__ = ["FusedInterceptor", "Interceptor", "NamedInterceptor", "intercept_calls"]
 
+# The arguments of `F.scaled_dot_product_attention`, in their order.
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+
 
 class Interceptor(TorchFunctionMode):
     """Intercepts the torch calls of one thread inside a `with` block, and notifies the handler."""
@@ -88,23 +91,21 @@ class Interceptor(TorchFunctionMode):
         """Handle `F.scaled_dot_product_attention`."""
         if not self.sites.listening:
             return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-
+        given = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
+        query, key, value, *mask = (given.get(name) for name in _SDPA[:4])
         fold: Fold | None = None
 
         def described() -> Call:
             nonlocal fold
-            place, found = self._place(given["query"], given["key"])
+            place, found = self._place(query, key)
             fold, split = (None, given) if found is None else _unfolded(found, given)
-            self.plain &= place is None and fold is None and given["query"].ndim == 4
+            self.plain &= place is None and fold is None and query.ndim == 4
             call = describe.from_sdpa(**ungrouped(self.sites.interface, split), split=self.split)
             return call if place is None else replace(call, place=place)
 
-        call = self.described(described, given, given.get("query"), given.get("key"))
+        call = self.described(described, (query, key, value, *mask), query, key)
         if call is None:
             return func(*args, **kwargs)
-        query, key, value = given["query"], given["key"], given["value"]
         shape = (*describe.lead_of(query, key, value), *query.shape[-3:-1], value.shape[-1])
         return self.run_call(call, lambda: func(*args, **kwargs), shape, query, fold)
 

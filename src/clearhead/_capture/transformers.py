@@ -114,7 +114,12 @@ def declares_cross(module: Any, name: str) -> bool | None:
     flag = getattr(module, "is_cross_attention", None)
     if isinstance(flag, bool):
         return flag
-    return True if any(word in name.lower() for word in _CROSS) else None
+    return True if _sounds_cross(name) else None
+
+
+@functools.lru_cache(4096)
+def _sounds_cross(name: str) -> bool:
+    return any(word in name.lower() for word in _CROSS)
 
 
 def called_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

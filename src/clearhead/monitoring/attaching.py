@@ -87,7 +87,7 @@ class Monitor:
             )
             self._known = self._interceptor.modules.inventory
             self._reader.begin(self._interceptor)
-            if self._inner is not self.model or not self._interceptor.modules.inventory.eager:
+            if self._inner is not self.model or not self._interceptor.modules.eager:
                 self._reader.remark("the model is compiled: the steps that are read run eagerly")
             modules = self._interceptor.modules
             stack.enter_context(modules.running(self._inner, args, kwargs))

@@ -46,7 +46,8 @@ class Packs:
     def add(self, layer: int, call: FusedCall, found: QueryNumbers, rows: Counted) -> None:
         """Add a call of a kernel."""
         most, first = found.most, found.first
-        key = (most.shape, first.shape, most.dtype, most.device, call.kind, call.heads, id(rows))
+        shapes = most.shape, first.shape, most.dtype, most.device
+        key = (*shapes, found.scale, call.kind, call.heads, id(rows))
         alike = self._waiting.get(key)
         if alike is None:
             alike = self._waiting[key] = _Alike([], [], rows, call.kind, call.heads)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks, readings
-from clearhead._capture import EagerCall, FusedCall, read_call, unmasked
-from clearhead.attention import Problem
+from clearhead._capture import EagerCall, FusedCall, read_call, unmasked, wide
 from clearhead.monitoring.rows import Counted, widest
 
 __all__ = ["READ", "STATISTICS", "QueryNumbers", "of_calls", "of_handwritten", "of_queries"]
@@ -36,9 +35,10 @@ class QueryNumbers(NamedTuple):
     most: Tensor  # the largest score
     lse: Tensor
     entropy: Tensor
-    own: Tensor  # the score with the source at the query's own position
-    first: Tensor  # those with the first sources, on one more axis
     norm: Tensor  # of the context
+    own: Tensor  # the score with the source at the query's own position, over `scale`
+    first: Tensor  # those with the first sources, on one more axis
+    scale: float
 
 
 def of_queries(
@@ -46,22 +46,27 @@ def of_queries(
 ) -> QueryNumbers:
     """Read a call of a kernel; `made` are the values of `READ` where they are known already."""
     most, lse, entropy = read_call(call, READ, None) if made is None else made
-    problem = call.problem
-    own, first = _own_scores(call, problem), _first_scores(call, problem, rows.first.shape[-1])
     norm = torch.linalg.vector_norm(context, dim=-1, dtype=most.dtype)
-    return QueryNumbers(most, lse, entropy, own, first, norm)
+    own, first = _own_products(call), _first_products(call, rows.first.shape[-1])
+    if call.bias is None and call.softcap is None:
+        return QueryNumbers(most, lse, entropy, norm, own, first, call.score_scale)
+    own, first = _final(call, own, _own_bias(call)), _final(call, first, call.bias)
+    return QueryNumbers(most, lse, entropy, norm, own, first, 1.0)
 
 
 def of_calls(found: list[QueryNumbers], rows: Counted, kind: str) -> tuple[Tensor, Tensor]:
     """Give the largest scores of calls that are alike, (call, head), and their sums."""
-    most, lse, entropy, own, first, norm = (torch.stack(each) for each in zip(*found, strict=True))
-    sink = torch.where(rows.first, (first - lse.unsqueeze(-1)).exp(), 0).sum(-1)
+    each = torch.stack([x for one in found for x in one[:5]]).unflatten(0, (len(found), 5))
+    most, lse, entropy, norm, own = each.unbind(1)
+    first, scale = torch.stack([one.first for one in found]), found[0].scale
+    sink = (first.mul_(scale) - lse.unsqueeze(-1)).exp_()
+    sink = sink.masked_fill_(~rows.first, 0).sum(-1)
     if kind == "cross":
         own = torch.full_like(lse, math.nan)  # the positions are those of two sequences
     else:
-        own = torch.where(rows.own, (own - lse).exp(), 0)
-    confidence = torch.where(most != -math.inf, (most - lse).exp(), 0)
-    normalized = torch.where(rows.counts > 1, entropy / rows.largest.to(entropy.dtype), 0)
+        own = (own * scale - lse).exp_().masked_fill_(~rows.own, 0)
+    confidence = (most - lse).exp_().masked_fill_(most == -math.inf, 0)
+    normalized = (entropy / rows.largest.to(entropy.dtype)).masked_fill_(rows.counts <= 1, 0)
     return _summed(most, [entropy, normalized, sink, confidence, own, norm], rows.real)
 
 
@@ -98,41 +103,48 @@ def _summed(most: Tensor, each: list[Tensor], real: Tensor | None) -> tuple[Tens
     return most.amax((1, 3)).to(wide), torch.cat([sums, counted[None]]).movedim(0, -1)
 
 
-def _first_scores(call: FusedCall, problem: Problem, first: int) -> Tensor:
-    """The scores of the first sources, (batch, head, query, source)."""
-    key = call.key[:, :, :first].to(problem.dtype)
-    if problem.group > 1:
-        key = key.repeat_interleave(problem.group, 1)
-    scores = call.query.to(problem.dtype) @ key.mT
-    return _final(call, scores, None if call.bias is None else call.bias[..., :first])
+def _first_products(call: FusedCall, first: int) -> Tensor:
+    """The products with the first sources, (batch, head, query, source)."""
+    key = wide(call.key[:, :, :first])
+    group = call.sizes.head // call.source_heads
+    if group > 1:
+        key = key.repeat_interleave(group, 1)
+    return wide(call.query) @ key.mT
 
 
-def _own_scores(call: FusedCall, problem: Problem) -> Tensor:
-    """The score of each query with its own position, (batch, head, query)."""
-    _, heads, query, source = call.sizes
-    offset = source - query
-    start = max(0, -offset)  # the first query that has a position among the sources
-    left, right = call.query[:, :, start:], call.key[:, :, start + offset : source]
-    step = max(1, _PRODUCTS // max(call.sizes.batch * heads * call.query.shape[-1], 1))
-    parts = zip(left.split(step, 2), right.split(step, 2), strict=True)
-    found = [_products(*part, problem) for part in parts]
-    scores = found[0] if len(found) == 1 else torch.cat(found, -1)
-    if start:
-        scores = torch.nn.functional.pad(scores, (start, 0))
-    bias = call.bias
-    if bias is not None:
-        at = torch.arange(query, device=call.device)
-        bias = bias.expand(*bias.shape[:2], query, source)[..., at, (at + offset).clamp(min=0)]
-    return _final(call, scores, bias)
+def _own_products(call: FusedCall) -> Tensor:
+    """The product of each query with its own position, (batch, head, query)."""
+    batch, heads, query, source = call.sizes
+    left, right = call.query, call.key
+    start = max(0, query - source)  # the first query that has a position among the sources
+    if query != source:
+        left, right = left[:, :, start:], right[:, :, max(0, source - query) :]
+    step = max(1, _PRODUCTS // max(batch * heads * left.shape[-1], 1))
+    if left.shape[2] <= step:
+        found = _products(left, right)
+    else:
+        parts = zip(left.split(step, 2), right.split(step, 2), strict=True)
+        found = torch.cat([_products(*part) for part in parts], -1)
+    return torch.nn.functional.pad(found, (start, 0)) if start else found
 
 
-def _products(query: Tensor, key: Tensor, problem: Problem) -> Tensor:
+def _products(query: Tensor, key: Tensor) -> Tensor:
     """The products of queries with keys that stand at the same position."""
-    query, key = query.to(problem.dtype), key.to(problem.dtype)
-    if problem.group == 1:
+    query, key = wide(query), wide(key)
+    if query.shape[1] == key.shape[1]:
         return (query * key).sum(-1)
-    query = query.unflatten(1, (-1, problem.group))
+    query = query.unflatten(1, (key.shape[1], -1))
     return (query * key.unsqueeze(2)).sum(-1).flatten(1, 2)
+
+
+def _own_bias(call: FusedCall) -> Tensor | None:
+    """The bias of each query's own position, (batch, head, query)."""
+    if call.bias is None:
+        return None
+    query, source = call.sizes[2:]
+    at = torch.arange(query, device=call.device)
+    bias = call.bias.expand(*call.bias.shape[:2], query, source)
+    return bias[..., at, (at + source - query).clamp(min=0)]
 
 
 def _final(call: FusedCall, scores: Tensor, bias: Tensor | None) -> Tensor:
@@ -140,4 +152,6 @@ def _final(call: FusedCall, scores: Tensor, bias: Tensor | None) -> Tensor:
     scores = scores * call.score_scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    return scores if bias is None else scores + bias.to(scores.dtype)
+    if bias is None:
+        return scores
+    return scores + bias[..., : scores.shape[-1]].to(scores.dtype)

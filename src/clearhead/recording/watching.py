@@ -105,7 +105,7 @@ def watch(
     request = Request.of(read, layers=layers, heads=heads, queries=queries, calls=calls)
     watcher = Watcher(inner, request, through, on_call)
     with attached(model, watcher) as interceptor:
-        if inner is not model or not interceptor.modules.inventory.eager:
+        if inner is not model or not interceptor.modules.eager:
             watcher.note("the model is compiled: inside the block it runs eagerly")
         watcher.modules = interceptor.modules
         yield watcher.seen

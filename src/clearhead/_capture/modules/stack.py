@@ -67,6 +67,7 @@ class Modules:
         self.ran: set[str] = set()
         self.elsewhere: set[str] = set()
         self.fast = False
+        self.eager = inventory.eager  # before the block sets aside what is compiled
         self._learning = True
         self.notify_nobody()
         self._stack: list[str] = []

@@ -135,7 +135,9 @@ class Native:
         if inputs.ranges is None and sparse(problem):
             raise kernel.Sparse
         ours = supported(inputs, read) if read else ()
-        out, results = forward(inputs, ours, graph, mix=mix) if mix or ours else (None, None)
+        out, results = (
+            forward(inputs, ours, graph, mix=mix, turned=graph) if mix or ours else (None, None)
+        )
         shape = problem.query.shape
         context = out if out is None or len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
         if not read:

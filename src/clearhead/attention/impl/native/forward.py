@@ -63,16 +63,17 @@ def forward(
     graph: bool = False,
     strict: bool = True,
     mix: bool = True,
+    turned: bool = False,
 ) -> tuple[Any, Results | None]:
     """Run the kernel: the context, (batch, head, query, value_dim), and the results to `read`.
 
-    Without `mix` the context is None, and the time for it is saved.
+    Without `mix` the context is None, and the time for it is saved. It is contiguous, unless it may
+    be `turned` as the query is.
 
     If `strict`, raises OutOfRange where scores or sums are too large for fp32 to tell them apart,
     or not finite.
     """
-    shape = (*inputs.shape, inputs.value.shape[3])
-    out = torch.empty(shape, dtype=inputs.query.dtype) if mix else None
+    out = _empty(inputs, turned) if mix else None
     results = Results(inputs, read, graph) if read or graph else None
     parts = inputs.parts()
     if results is not None:
@@ -84,6 +85,18 @@ def forward(
         if call.run(0) and strict:
             raise kernel.OutOfRange
     return out, results
+
+
+def _empty(inputs: Inputs, turned: bool) -> Tensor:
+    """The context, to be filled; `turned`, its heads lie beside each other where the query's do.
+
+    A model that joins its heads then copies nothing, nor keeps two contexts for its backward.
+    """
+    (batch, head, query), width, dtype = inputs.shape, inputs.value.shape[3], inputs.query.dtype
+    if turned and inputs.query.stride(1) < inputs.query.stride(2):
+        strides = query * head * width, width, head * width, 1
+        return torch.empty_strided((batch, head, query, width), strides, dtype=dtype)
+    return torch.empty(batch, head, query, width, dtype=dtype)
 
 
 def in_range(problem: Problem) -> tuple[Tensor, Tensor]:
