@@ -32,6 +32,15 @@ class Counted(NamedTuple):
     largest: Tensor  # the log of how many sources it may read, of two at least
     real: Tensor | None  # whether it counts; None where all do
 
+    def part(self, first: int, queries: int) -> Counted:
+        """Keep some queries."""
+        at = slice(first, first + queries)
+        edges = self.first if self.first.shape[-2] == 1 else self.first[..., at, :]
+        counts, own, largest = (x[..., at] for x in (self.counts, self.own, self.largest))
+        return Counted(
+            counts, own, edges, largest, None if self.real is None else self.real[..., at]
+        )
+
 
 def widest(device: torch.device) -> torch.dtype:
     """Give the widest dtype of floats that a device has."""
@@ -54,10 +63,7 @@ class KnownRows:
     def of(self, call: FusedCall) -> Counted:
         """Give the rows of a call."""
         if call.spread is not None:
-            rows = slice(call.spread.first, call.spread.first + call.sizes.query)
-            counts, own, real = self.of(call.of_all_ranks())
-            real = None if real is None else real[..., rows]
-            return Counted(counts[..., rows], own[..., rows], real)
+            return self.of(call.of_all_ranks()).part(call.spread.first, call.sizes.query)
         mask, sizes = call.mask, call.sizes
         key = (sizes.query, sizes.source, call.device)
         bias = call.bias if call.how != "sdpa" else None

@@ -115,10 +115,10 @@ def _first_products(call: FusedCall, first: int) -> Tensor:
 def _own_products(call: FusedCall) -> Tensor:
     """The product of each query with its own position, (batch, head, query)."""
     batch, heads, query, source = call.sizes
-    left, right = call.query, call.key
-    start = max(0, query - source)  # the first query that has a position among the sources
-    if query != source:
-        left, right = left[:, :, start:], right[:, :, max(0, source - query) :]
+    offset = source - query if call.spread is None else call.spread.first
+    left, right, start = call.query, call.key, max(0, -offset)
+    if query != source:  # the first `start` queries have no position among the sources
+        left, right = left[:, :, start:], right[:, :, start + offset : offset + query]
     step = max(1, _PRODUCTS // max(batch * heads * left.shape[-1], 1))
     if left.shape[2] <= step:
         found = _products(left, right)
