@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -639,3 +640,25 @@ def test_our_gpt_is_proven_part_by_part():
     assert report.ok, report
     assert report.covered == 1
     assert report.forwards < 12
+
+
+class Unswitchable(nn.Module):
+    """Warns instead of switching its backend, as some classes of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="eager")
+        self.embed = nn.Embedding(17, 5)
+
+    def set_attn_implementation(self, name):
+        pass
+
+    def forward(self, ids):
+        return self.embed(ids).cumsum(1)
+
+
+def test_a_backend_that_is_not_taken_is_not_said_to_be_compared():
+    report = audit.modes(Unswitchable().eval(), torch.arange(7)[None])
+    assert report.ok
+    assert any(note.startswith("compared: train, gradients") for note in report.notes)
+    assert not any("sdpa" in note for note in report.notes)

@@ -131,7 +131,9 @@ def _library_modes(plain: Any) -> Iterator[tuple[str, nn.Module]]:
             twin.set_attn_implementation(name)
         except Exception:  # the model has no such implementation
             continue
-        yield name, twin
+        # Some classes only warn that they cannot be switched, and stay as they are.
+        if getattr(twin.config, "_attn_implementation", name) == name:
+            yield name, twin
 
 
 class _CalledWith:

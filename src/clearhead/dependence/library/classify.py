@@ -36,6 +36,7 @@ def settled(row: Row, proof: Proof) -> Row:
     row = replace(
         row,
         kind=kind,
+        query=proof.query,
         size=sizes.size if sizes.own else sizes.exact,
         logits=sizes.logits,
         confirmed=True,

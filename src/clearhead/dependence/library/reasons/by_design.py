@@ -34,8 +34,8 @@ DESIGNS = (
         f"{_MODELS}/bart/modeling_bart.py, BartLearnedPositionalEmbedding.forward (and its like)",
         types=(
             *("bart", "mbart", "mvp", "plbart", "blenderbot", "blenderbot-small", "pegasus"),
-            *("pegasus_x", "bigbird_pegasus", "marian", "led", "trocr", "whisper", "musicgen"),
-            *("musicgen_melody", "encoder-decoder", "ctrl"),
+            *("pegasus_x", "bigbird_pegasus", "marian", "led", "trocr", "whisper"),
+            *("encoder-decoder", "ctrl"),
         ),
         detail=_LEFT_AMOUNT,
     ),
@@ -162,7 +162,7 @@ DESIGNS = (
         "batch",
         "the rows of input_ids are the codebooks of one sample",
         f"{_MODELS}/musicgen/modeling_musicgen.py, MusicgenDecoder.forward",
-        types=("musicgen", "musicgen_melody"),
+        types=("musicgen_decoder", "musicgen_melody_decoder"),
     ),
     Design(
         "documents",

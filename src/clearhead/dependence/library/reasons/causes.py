@@ -22,11 +22,20 @@ _ALL_CACHED = "the masks of the decoder are made only where nothing is cached (u
 
 # (model_type, form, kind) -> cause.
 CAUSES: dict[tuple[str, str, str], Cause] = {
-    ("falcon", "causal", "leak"): _cause(
+    **{
+        ("falcon", form, "leak"): _cause(
+            "falcon",
+            "FalconAttention.forward",
+            "with sdpa the mask is bool; where weights are requested it is added to the scores,"
+            " which masks nothing",
+        )
+        for form in ("causal", "modes")
+    },
+    ("falcon", "modes", "modes"): _cause(
         "falcon",
         "FalconAttention.forward",
-        "with sdpa the mask is bool; where weights are requested it is added to the scores, which"
-        " masks nothing",
+        "ALiBi is in the mask that FalconModel makes; without sdpa, or where weights are requested,"
+        " it is added to the scores once more",
     ),
     **{
         ("prophetnet", form, kind): _cause(
@@ -187,6 +196,11 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
                 "convbert",
                 "ConvBertSelfAttention.forward",
                 "the convolutions read the tokens beside each, padding among them, without a mask",
+            ),
+            (
+                "funnel",
+                "FunnelAttentionStructure.pool_tensor",
+                "hidden states are pooled in pairs, of real tokens and of padding, without a mask",
             ),
             (
                 "nystromformer",

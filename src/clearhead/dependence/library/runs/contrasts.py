@@ -27,9 +27,9 @@ __all__ = [
     "with_calls",
 ]
 
-# How many other tokens are tried in the place of one, how many of the lowest ids are tried where
-# these show nothing (some classes hard-code one), and how many pads stand on a side.
-TRIED, FIRST, PADS = 4, 8, 3
+# How many other tokens are tried in the place of one before all are (few may change a hash), and
+# how many pads stand on a side.
+TRIED, PADS = 4, 3
 OF_ENCODER = "of the encoder"
 Arguments = dict[str, Any]
 
@@ -158,12 +158,12 @@ def _spelled(sample: int, position: int | slice) -> str:
 
 
 def _others(token: int, built: Built) -> list[int]:
-    """List other tokens: some that are spread over the vocabulary, and the first."""
+    """List the other tokens, some that are spread over the vocabulary first."""
     lowest, number = built.lowest, built.vocabulary - built.lowest
     step = max(number // (TRIED + 1), 1)
     found = [lowest + (token - lowest + n * step) % number for n in range(1, TRIED + 1)]
-    first = range(lowest, lowest + min(FIRST, number))
-    return [other for other in dict.fromkeys([*found, *first]) if other != token]
+    every = range(lowest, built.vocabulary)
+    return [other for other in dict.fromkeys([*found, *every]) if other != token]
 
 
 def _padding(row: Row, built: Built) -> Iterator[Contrast]:

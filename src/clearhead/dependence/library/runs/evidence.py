@@ -100,7 +100,7 @@ def _carries_state(model: nn.Module, path: str) -> bool:
         except AttributeError:
             return False
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        held = (module, *module.children())
+        held = module.modules() if depth == len(parts) else (module, *module.children())
         if {name for name, _ in tensors}.intersection(STATES) or any(map(_carries, held)):
             return True
     return False
