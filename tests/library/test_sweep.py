@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -270,6 +271,10 @@ def test_classes_of_transformers(tmp_path):
         ({"limit": float("nan")}, ValueError, "limit: is a number above 0"),
         ({"memory": -1}, ValueError, "memory: is a number above 0"),
         ({"out": None}, TypeError, "out: is needed"),
+        ({"out": 5}, TypeError, "out: is needed"),
+        ({"out": ""}, ValueError, "out: is needed"),
+        ({"seed": "0"}, ValueError, "seed: is a whole number"),
+        ({"library": ["torch"]}, ValueError, "library: is one that can be audited"),
     ],
 )
 def test_bad_input(tmp_path, options, error, words):
@@ -286,7 +291,7 @@ def test_a_library_that_is_not_installed(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_another_version(tmp_path):
-    other = {"library": "toys", "versions": {"torch": "1.0"}, "seed": 0}
+    other = {"library": "toys", "versions": {"torch": "1.0"}, "seed": 0, "backends": []}
     (tmp_path / "rows").mkdir()
     (tmp_path / "run.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match=r"another sweep.*torch 1\.0 there, 2"):
@@ -294,6 +299,63 @@ def test_a_folder_of_another_version(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match="out: is the folder of a sweep"):
         audit_library(TOYS, tmp_path, ["Sound"])
+
+
+@pytest.mark.parametrize("run", ["{}", "[]", '{"library": "toys", "versions": []}'])
+def test_a_damaged_header_is_refused(tmp_path, run):
+    (tmp_path / "run.json").write_text(run)
+    with pytest.raises(ValueError, match="beside: is the folder of a sweep"):
+        library.read_run(tmp_path, "beside")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": "big"}, {"verdict": "fine"}, {"form": "none"}, {"name": "Other"}, {"notes": "x"}],
+)
+def test_damaged_rows_are_not_read(tmp_path, change):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps(run_of("1")))
+    file = tmp_path / "rows" / "AForCausalLM.causal.json"
+    file.write_text(json.dumps({"rows": [ROW.as_dict()]}))
+    assert library.read_run(tmp_path)[1] == [ROW]
+    for damaged in ([{**ROW.as_dict(), **change}], [], [5]):
+        file.write_text(json.dumps({"rows": damaged}))
+        with pytest.raises(ValueError, match=r"out: has whole files of rows.*AForCausalLM"):
+            library.read_run(tmp_path)
+
+
+def test_a_sweep_over_another_library_is_not_compared_with(tmp_path, capsys):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps(run_of("1")))
+    words = ["audit", "--library", "torch", "--out", str(tmp_path / "new")]
+    assert main([*words, "--beside", str(tmp_path)]) == 2
+    assert "--beside: is the folder of a sweep over torch" in capsys.readouterr().err
+
+
+def test_an_option_that_is_given_twice_adds_to_its_list(capsys, tmp_path):
+    words = ["audit", "--library", "torch", "--out", str(tmp_path / "new")]
+    assert main([*words, "--forms", "nonesuch", "--forms", "batch"]) == 2
+    assert "nonesuch" in capsys.readouterr().err
+
+
+def test_the_page_says_what_was_swept():
+    run = {**run_of("1"), "library": "torch"}
+    text = library.page((run, [ROW]), None)
+    assert "copies with random weights of classes of torch 2 were" in text
+    assert "make leaks" not in text
+    assert "torch and torch" not in text
+    spaced = dataclasses.replace(ROW, name="MultiheadAttention:bool mask")
+    assert "--classes 'MultiheadAttention:bool mask' --out" in library.page((run, [spaced]), None)
+    assert "language models" in library.page((run_of("1"), [ROW]), None)
+
+
+def test_the_page_has_no_control_characters():
+    words = "a\x1b]0;title\x07\nb"
+    odd = dataclasses.replace(ROW, name=words, module=words, kind=words, reason=words)
+    odd = dataclasses.replace(odd, backend=words, script=words)
+    text = library.page((run_of(words), [odd]), None)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert "\nb" not in text
 
 
 def test_an_output_that_is_no_folder(tmp_path):

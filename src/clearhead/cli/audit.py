@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from clearhead._core import StopRequests
+from clearhead._core import StopRequests, value_error
 from clearhead.cli.arguments import named, note
 from clearhead.cli.options.audit import add_arguments, check_use
 
@@ -77,6 +77,19 @@ def _ask(arguments: argparse.Namespace, model: Any, inputs: Any, ids: list[int] 
         return audit(model, inputs, masks.parse(arguments.allowed or "causal"), **options)
 
 
+def _other_sweep(arguments: argparse.Namespace) -> Any:
+    """Read the sweep to compare with, which is over the same library."""
+    from clearhead.dependence import library
+
+    if arguments.beside is None:
+        return None
+    run, rows = library.read_run(arguments.beside, "beside")
+    if run["library"] != arguments.library:
+        got = f"{arguments.beside}, a sweep over {run['library']}"
+        raise value_error("beside", f"is the folder of a sweep over {arguments.library}", got=got)
+    return run, rows
+
+
 def _audit_library(arguments: argparse.Namespace) -> int:
     """Sweep over a library, write the report, and print what was found."""
     from clearhead.dependence import library
@@ -86,7 +99,7 @@ def _audit_library(arguments: argparse.Namespace) -> int:
     numbers = {name: getattr(arguments, name) for name in ("processes", "limit", "memory")}
     names = ("library", "out", "classes", "beside", *choices, *numbers)
     with named(**{name: f"--{name}" for name in names}), StopRequests():
-        beside = None if arguments.beside is None else library.read_run(arguments.beside, "beside")
+        beside = _other_sweep(arguments)
         try:
             with sweep_progress(arguments.limit, arguments.memory) as tell:
                 rows = library.audit_library(
@@ -96,7 +109,7 @@ def _audit_library(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("stopped; the same command goes on from there", file=sys.stderr, flush=True)
             return INTERRUPTED
-        run, _ = library.read_run(arguments.out)
+        run = library.read_header(arguments.out)
         written = library.write_report(arguments.out, run, rows, beside)
     if arguments.json:
         print(document({**run, "rows": [row.as_dict() for row in rows]}))

@@ -92,7 +92,7 @@ def _add_sweep(group: Any) -> None:
         "backends": ("NAME", "of eager sdpa (both)"),
     }
     for name, (metavar, words) in lists.items():
-        group.add_argument(f"--{name}", nargs="+", metavar=metavar, help=words)
+        group.add_argument(f"--{name}", nargs="+", action="extend", metavar=metavar, help=words)
     folders = {
         "out": "the folder of the rows and the report; a sweep that was stopped goes on there",
         "beside": "the folder of a sweep of another version, to compare with",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from clearhead.dependence.library.report import page, write_report
 from clearhead.dependence.library.rows import FORMS, Row, counts, exit_code
-from clearhead.dependence.library.sweep import BACKENDS, LIBRARIES, Library, audit_library, read_run
+from clearhead.dependence.library.sweep import (
+    BACKENDS,
+    LIBRARIES,
+    Library,
+    audit_library,
+    read_header,
+    read_run,
+)
 
 __all__ = [
     "BACKENDS",
@@ -16,6 +23,7 @@ __all__ = [
     "counts",
     "exit_code",
     "page",
+    "read_header",
     "read_run",
     "write_report",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,27 +15,31 @@ from clearhead.dependence.library.rows import (
     FAULT,
     FORMS,
     NOT_TESTED,
-    OK,
     UNFIT,
+    VERDICTS,
     Row,
     counts,
+    one_line,
 )
 
 __all__ = ["page", "write_report"]
 
 # A sweep: what its rows depend on, and the rows.
 Sweep = tuple[dict[str, Any], Sequence[Row]]
-VERDICTS = (OK, FAULT, BY_DESIGN, NOT_TESTED)
 # Characters that mean something in Markdown.
 MARKUP = re.compile(r"([\\`*_{}\[\]<>|#])")
 
 INTRODUCTION = """\
-Tiny copies with random weights of the classes that {library} {version} lists for causal, masked
-and encoder-decoder language models were audited: content that an output must not depend on was
-changed, and the output was compared. The weights are scaled so that attention is far from uniform;
-a size says how far one output moved, beside the largest logit. A row says what the code does in
-that call. It says nothing about trained weights, nor about how often anyone makes the call:
+Tiny copies with random weights of {classes} were audited: content that an output must not depend
+on was changed, and the output was compared. The weights are scaled so that attention is far from
+uniform; a size says how far one output moved, beside the largest logit. A row says what the code
+does in that call. It says nothing about trained weights, nor about how often anyone makes the call:
 several of the calls are rare."""
+# The classes of a sweep; of other libraries they are chosen by hand.
+CLASSES = {
+    "transformers": "the classes that transformers {version} lists for causal, masked and "
+    "encoder-decoder language models"
+}
 FAULTS = """\
 Each of these was run again without the audit: one input was changed, and the logits compared, in
 the model's own dtype and in float64. *Where* is the deepest module whose output moved while its
@@ -47,15 +52,14 @@ UNTESTED = """\
 What could not be built or gave no answer, with the reason; then the questions that make no sense
 for a class (its forward takes no such argument, say)."""
 RERUN = """\
-One class with all of its rows, and a script for each of its faults that needs only torch and
-{library}:
+One class with all of its rows, and a script for each of its faults that needs only
+{needed}:
 
 ```text
 clearhead audit --library {library} --classes {example} --out DIR
 python DIR/{script}
-```
-
-The whole table, from the same seeds: `make leaks`."""
+```"""
+WHOLE = "The whole table, from the same seeds: `make leaks`."
 FORMS_IN_WORDS = {
     "causal": "no output reads a later input, whether weights or a cache are asked for or not",
     "padding": "padding, left and right, changes nothing that is real",
@@ -93,7 +97,7 @@ def page(new: Sweep, old: Sweep | None = None) -> str:
     doubtful = _faults(row for row in rows if row.confirmed is False)
     parts = [
         f"# The leak report: {library} {release}",
-        INTRODUCTION.format(library=library, version=release),
+        INTRODUCTION.format(classes=_audited(library, release)),
         f"Versions: {_versions(run)}; seed {run['seed']}; backends {', '.join(run['backends'])}.",
         *_section("Counts", "", _counts(rows)),
         *_section(f"Faults ({len(faults)})", FAULTS, _all_faults(faults)),
@@ -104,19 +108,27 @@ def page(new: Sweep, old: Sweep | None = None) -> str:
         "## Run a line again",
         RERUN.format(
             library=library,
-            example=faults[0].largest.name if faults else "NAME",
-            script=(faults[0].largest.script if faults else "") or "scripts/NAME.py",
+            needed=" and ".join(dict.fromkeys(("torch", library))),
+            example=_word(faults[0].largest.name) if faults else "NAME",
+            script=_word((faults[0].largest.script if faults else "") or "scripts/NAME.py"),
         ),
+        *([WHOLE] if library == "transformers" else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def _audited(library: str, release: str) -> str:
+    return CLASSES.get(library, "classes of {library} {version}").format(
+        library=library, version=release
+    )
+
+
 def _release(run: dict[str, Any]) -> str:
-    return str(run["versions"].get(run["library"], ""))
+    return _text(str(run["versions"].get(run["library"], "")))
 
 
 def _versions(run: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in sorted(run["versions"].items()))
+    return _text(", ".join(f"{name} {one}" for name, one in sorted(run["versions"].items())))
 
 
 def _section(title: str, words: str, body: list[str]) -> list[str]:
@@ -133,12 +145,17 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _text(words: str) -> str:
-    return MARKUP.sub(r"\\\1", words)
+    return MARKUP.sub(r"\\\1", one_line(words))
 
 
 def _code(words: str) -> str:
-    plain = words.replace("`", "'").replace("|", "\\|")
+    plain = one_line(words).replace("`", "'").replace("|", "\\|")
     return f"`{plain}`" if plain else ""
+
+
+def _word(words: str) -> str:
+    """A word of a command line."""
+    return shlex.quote(one_line(words))
 
 
 def _size(number: float) -> str:
@@ -188,7 +205,7 @@ def _key(row: Row) -> tuple[str, str, str, str]:
 def _all_faults(faults: Sequence[_Fault]) -> list[str]:
     """Count the faults of each kind, then list them."""
     kinds = Counter(fault.largest.kind for fault in faults)
-    words = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    words = ", ".join(f"{number} {_text(kind)}" for kind, number in sorted(kinds.items()))
     return [f"By kind: {words}.", *_fault_table(faults)] if faults else []
 
 
@@ -202,7 +219,7 @@ def _fault_line(fault: _Fault) -> tuple[str, ...]:
     why = "" if row.confirmed is False else row.reason
     first = "; ".join(filter(None, (_code(row.module), _code(row.place), _text(why))))
     return (
-        row.kind, _code(row.name), ", ".join(_each(one.backend for one in fault.rows)),
+        _text(row.kind), _code(row.name), _text(", ".join(_each(x.backend for x in fault.rows))),
         _text("; ".join(_each(_question(one) for one in fault.rows))), _size(row.size),
         _size(row.logits), first, _code(row.script.rpartition("/")[2]),
     )  # fmt: skip
@@ -225,7 +242,7 @@ def _design_table(rows: Sequence[Row]) -> list[str]:
         if row.verdict == BY_DESIGN:
             found.setdefault((row.kind, row.reason, row.reference), set()).add(row.name)
     lines = [
-        (kind, _text(reason), _text(reference), _classes(found[kind, reason, reference]))
+        (_text(kind), _text(reason), _text(reference), _classes(found[kind, reason, reference]))
         for kind, reason, reference in sorted(found)
     ]
     return _table(("kind", "reason", "reference", "classes"), lines)

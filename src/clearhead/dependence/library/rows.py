@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -15,19 +17,34 @@ __all__ = [
     "NOT_TESTED",
     "OK",
     "UNFIT",
+    "VERDICTS",
     "Row",
     "counts",
     "exit_code",
+    "file_of",
+    "one_line",
     "ordered",
+    "read_rows",
     "readable",
 ]
 
 FORMS = ("causal", "padding", "documents", "generation", "batch", "modes")
 OK, FAULT, BY_DESIGN, NOT_TESTED = "ok", "fault", "by design", "not tested"
+VERDICTS = (OK, FAULT, BY_DESIGN, NOT_TESTED)
 # How the reason begins where a question makes no sense for a class.
 UNFIT = "does not apply: "
 # The longest text that is kept of what a model says.
 LONGEST = 300
+# The types of fields as they are in JSON.
+KINDS: dict[Any, Any] = {
+    "str": str,
+    "int": int,
+    "float": int | float,
+    "int | None": int | None,
+    "bool | None": bool | None,
+    "dict[str, Any]": dict,
+    "tuple[str, ...]": list,
+}
 # What a terminal would take for a command.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
 
@@ -69,9 +86,14 @@ class Row:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Row:
-        """Read what `as_dict` wrote; fields of another version are a ValueError."""
-        if plain.keys() != {one.name for one in fields(cls)}:
+        """Read what `as_dict` wrote; anything else, as of another version, is a ValueError."""
+        kinds = {one.name: KINDS[one.type] for one in fields(cls)}
+        if not isinstance(plain, dict) or plain.keys() != kinds.keys():
             raise ValueError("these are not the fields of a row")
+        if not all(isinstance(plain[name], kind) for name, kind in kinds.items()):
+            raise ValueError("these are not the values of a row")
+        if plain["form"] not in FORMS or plain["verdict"] not in VERDICTS:
+            raise ValueError("this is not the form or the verdict of a row")
         return cls(**{**plain, "notes": tuple(plain["notes"])})
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,6 +114,20 @@ class Row:
     def untested(self) -> bool:
         """Whether a question that makes sense for the class has no answer."""
         return self.verdict == NOT_TESTED and self.fits
+
+
+def file_of(name: str, mapping: str) -> str:
+    """Name the file with the rows of a class; a class may be in two mappings."""
+    return f"{name.replace(':', '-')}.{mapping}.json"
+
+
+def read_rows(path: Path) -> list[Row] | None:
+    """Read the rows of a class; None where the file is missing, damaged or of another version."""
+    try:
+        rows = [Row.of(one) for one in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return rows if rows and {file_of(x.name, x.mapping) for x in rows} == {path.name} else None
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
@@ -119,8 +155,13 @@ def exit_code(rows: Iterable[Row]) -> int:
     return 3 if any(row.untested for row in found) else 0
 
 
+def one_line(text: object) -> str:
+    """Turn what a model says into one line of printable characters."""
+    printable = "".join(c if c.isprintable() else " " for c in ESCAPES.sub(" ", str(text)))
+    return " ".join(printable.split())
+
+
 def readable(text: object) -> str:
     """Turn what a model says into one line of printable characters of bounded length."""
-    printable = "".join(c if c.isprintable() else " " for c in ESCAPES.sub(" ", str(text)))
-    line = " ".join(printable.split())
+    line = one_line(text)
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."

@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clearhead._core import did_you_mean, replacing, take_lock, type_error, value_error
-from clearhead.dependence.library.rows import FORMS, Row, ordered
+from clearhead.dependence.library.rows import FORMS, Row, file_of, ordered, read_rows
 
-__all__ = ["BACKENDS", "LIBRARIES", "Library", "SweepJob", "Tell", "audit_library", "read_run"]
+__all__ = [
+    "BACKENDS",
+    "LIBRARIES",
+    "Library",
+    "SweepJob",
+    "Tell",
+    "audit_library",
+    "read_header",
+    "read_run",
+]
 
 BACKENDS = ("eager", "sdpa")
 # Seconds that the worker has to end its children.
@@ -123,35 +132,44 @@ def audit_library(
     _check_choices("forms", forms, FORMS)
     _check_choices("backends", backends, BACKENDS)
     backends = _of_the_library(backends, chosen)
-    if out is None:
-        raise type_error("out", "is needed: the folder that the rows are written to")
+    folder = _folder(out)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise value_error("seed", "is a whole number of at least 0", got=repr(seed))
     names = _chosen(chosen, classes)
-    folder = Path(out).expanduser()
     job = SweepJob(
         chosen, str(folder.absolute()), tuple(names), _kept(forms, FORMS),
         _kept(backends, BACKENDS), processes, limit, memory, seed,
     )  # fmt: skip
     with _held(folder, _run_of(job)) as files:
-        rest = tuple(name for name in names if not _is_whole(files / file_of(*name)))
+        rest = tuple(name for name in names if read_rows(files / file_of(*name)) is None)
         if rest:
             _run(SweepJob(**{**vars(job), "chosen": rest}), len(names), tell or (lambda *_: None))
-        return ordered(row for name in names for row in _rows_in(files / file_of(*name)))
+        return ordered(row for name in names for row in read_rows(files / file_of(*name)) or [])
 
 
 def read_run(folder: str | Path, argument: str = "out") -> tuple[dict[str, Any], list[Row]]:
     """Read what a sweep left in its folder: what it depends on, and its rows."""
     home = Path(folder).expanduser()
+    run, files = read_header(home, argument), sorted((home / "rows").glob("*.json"))
+    damaged = [file for file in files if read_rows(file) is None]
+    if damaged:
+        hint = "remove that file, and run the sweep of that folder again"
+        raise value_error(argument, "has whole files of rows", got=damaged[0], hint=hint)
+    return run, ordered(row for file in files for row in read_rows(file) or [])
+
+
+def read_header(folder: str | Path, argument: str = "out") -> dict[str, Any]:
+    """Read what the rows of a sweep depend on."""
+    home = Path(folder).expanduser()
     try:
         run = json.loads((home / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise value_error(argument, "is the folder of a sweep", got=f"{home} ({error})") from None
-    files = sorted((home / "rows").glob("*.json"))
-    return run, ordered(row for file in files for row in _rows_in(file))
-
-
-def file_of(name: str, mapping: str) -> str:
-    """Name the file with the rows of a class; a class may be in two mappings."""
-    return f"{name.replace(':', '-')}.{mapping}.json"
+    parts = {"library": str, "versions": dict, "seed": int, "backends": list}
+    if not isinstance(run, dict) or not all(isinstance(run.get(n), k) for n, k in parts.items()):
+        got = f"{home} (run.json has not {', '.join(parts)})"
+        raise value_error(argument, "is the folder of a sweep", got=got)
+    return run
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -169,7 +187,7 @@ def function_of(name: str) -> Any:
 def _library(library: str | Library) -> Library:
     if isinstance(library, Library):
         return library
-    if library not in LIBRARIES:
+    if not isinstance(library, str) or library not in LIBRARIES:
         known = ", ".join(LIBRARIES)
         raise value_error("library", f"is one that can be audited ({known})", got=repr(library))
     found = LIBRARIES[library]
@@ -178,6 +196,15 @@ def _library(library: str | Library) -> Library:
         packages = " ".join(missing)
         raise ImportError(f"library: {packages} is not installed\n  to do: pip install {packages}")
     return found
+
+
+def _folder(out: Any) -> Path:
+    rule = "is needed: the folder that the rows are written to"
+    if not isinstance(out, (str, os.PathLike)):
+        raise type_error("out", rule, got=repr(out))
+    if not os.fspath(out):
+        raise value_error("out", rule, got=repr(out))
+    return Path(out).expanduser()
 
 
 def _check_numbers(**numbers: Any) -> None:
@@ -283,7 +310,7 @@ def _check_same(folder: Path, run: dict[str, Any]) -> None:
             raise value_error("out", "has rows of a sweep, but no run.json", got=folder)
         write_json(path, run)
         return
-    there, _ = read_run(folder)
+    there = read_header(folder)
     was, now = _flat(there), _flat(run)
     other = [
         f"{name} {was.get(name)} there, {now.get(name)} here"
@@ -296,27 +323,8 @@ def _check_same(folder: Path, run: dict[str, Any]) -> None:
         raise value_error("out", rule, got=f"{folder}: {'; '.join(other)}", hint=hint)
 
 
-def _flat(run: Any) -> dict[str, Any]:
-    if not isinstance(run, dict):
-        return {"run.json": "unreadable"}
-    versions = run.get("versions")
-    return {**run, "versions": None, **(versions if isinstance(versions, dict) else {})}
-
-
-def _is_whole(path: Path) -> bool:
-    return _read_rows(path) is not None
-
-
-def _rows_in(path: Path) -> list[Row]:
-    return _read_rows(path) or []
-
-
-def _read_rows(path: Path) -> list[Row] | None:
-    """Read the rows of a class; None where the file is missing or of another version."""
-    try:
-        return [Row.of(one) for one in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _flat(run: dict[str, Any]) -> dict[str, Any]:
+    return {**run, "versions": None, **run["versions"]}
 
 
 def _run(job: SweepJob, total: int, tell: Tell) -> None:

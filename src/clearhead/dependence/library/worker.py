@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from clearhead._core import replacing
 from clearhead.dependence.library.questions import (
     MEMORY_LIMIT,
     Question,
@@ -35,8 +36,16 @@ from clearhead.dependence.library.questions import (
     questions,
     reason_of,
 )
-from clearhead.dependence.library.rows import FAULT, NOT_TESTED, UNFIT, Row, ordered, readable
-from clearhead.dependence.library.sweep import SweepJob, file_of, function_of, write_json
+from clearhead.dependence.library.rows import (
+    FAULT,
+    NOT_TESTED,
+    UNFIT,
+    Row,
+    file_of,
+    ordered,
+    readable,
+)
+from clearhead.dependence.library.sweep import SweepJob, function_of, write_json
 
 __all__ = ["main"]
 
@@ -160,7 +169,8 @@ class _ClassRun:
         for name, text in self.scripts.items():
             path = folder / "scripts" / name
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            with replacing(path) as part:
+                part.write_text(text, encoding="utf-8")
         subject = self.subject
         path = folder / "rows" / file_of(subject.name, subject.mapping)
         write_json(path, {"rows": [row.as_dict() for row in ordered(self.rows)]})
@@ -329,7 +339,7 @@ def _limit_memory(gib: float) -> None:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except OSError:
         return
-    most = pages * resource.getpagesize() + int(gib * (1 << 30))
+    most = min(pages * resource.getpagesize() + int(gib * (1 << 30)), sys.maxsize)
     for kind, number in ((resource.RLIMIT_AS, most), (resource.RLIMIT_FSIZE, MOST_PRINTED)):
         _, hard = resource.getrlimit(kind)
         number = number if hard == resource.RLIM_INFINITY else min(number, hard)
