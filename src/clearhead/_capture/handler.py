@@ -59,8 +59,8 @@ class Handler:
     def module_starts(self, name: str) -> None:
         """Receive the name of a module of the model that starts to run."""
 
-    def module_ends(self, name: str, positions: int | None) -> None:
-        """Receive the name of a module that has run, and on how many positions it was called."""
+    def module_ends(self, name: str, positions: Callable[[], int | None]) -> None:
+        """Receive the name of a module that has run, and what tells on how many positions."""
 
     def generate(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's own `generate`."""

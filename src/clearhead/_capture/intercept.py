@@ -74,7 +74,9 @@ class Interceptor(TorchFunctionMode):
             return _FUSED[func](self, func, args, kwargs)
         if type(func).__name__ == "FlexAttentionHOP":
             return self.flex(func, args, kwargs)
-        return self.provenance.run(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.provenance.follow(func, args, kwargs, out)
+        return out
 
     def __exit__(self, *_: Any) -> None:
         # Blocks of generators and of tasks that take turns need not be left in order.

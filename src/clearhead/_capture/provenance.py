@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from clearhead._capture.axes import REORDERS, Layouts, Marks
+from clearhead._capture.axes import REORDERS, Layouts, Marks, is_parameter
 
 __all__ = [
     "DIVISIONS",
@@ -155,7 +154,7 @@ class Provenance:
     def notify_nobody(self) -> None:
         """Forget who is notified of functions whose results cannot be followed."""
         self.on_error: Callable[[Any, Exception], None] = lambda func, error: None
-        self.on_other_use: Callable[[Softmax], None] = lambda softmax: None
+        self.on_other_use: Callable[[Softmax], None] | None = None
 
     def origin(self, tensor: object) -> Origin | None:
         """Look a tensor up."""
@@ -164,7 +163,7 @@ class Provenance:
 
     def learned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or computed from parameters alone."""
-        return isinstance(tensor, Parameter) or self._marks.origin(tensor) is _LEARNED
+        return is_parameter(tensor) or self._marks.origin(tensor) is _LEARNED
 
     def mark(self, tensor: Tensor, origin: Origin) -> None:
         """Set the origin of a tensor."""
@@ -178,7 +177,7 @@ class Provenance:
                 return origin.root
         self._roots += 1
         for tensor in found:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, Parameter):
+            if isinstance(tensor, Tensor) and not is_parameter(tensor):
                 self.mark(tensor, Origin(self._roots, foreign=True))
         return self._roots
 
@@ -201,6 +200,8 @@ class Provenance:
         except Exception as error:  # what a model does must run, followed or not
             self.on_error(func, error)
             return
+        if self.on_other_use is None:
+            return
         known = self.origin(out)
         softmax = None if known is None else known.softmax
         if softmax is not None and softmax.used and self._meets(softmax, (args, kwargs)):
@@ -218,7 +219,8 @@ class Provenance:
             if learned:
                 self._mark_learned(args, out)
             return
-        if func in _FORGET or self._projects(func, args) or (learned and func in PRODUCTS):
+        projects = func in _PROJECTIONS and self._by_weight(func, args)
+        if projects or func in _FORGET or (learned and func in PRODUCTS):
             known = Origin(known.root)
         elif learned and known.product is None:
             known = replace(known, scale=1.0)
@@ -257,11 +259,9 @@ class Provenance:
         if origin is not None and origin.softmax is not None:
             origin.softmax.written = True
 
-    def _projects(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a call projects: by a weight, and not by another activation."""
-        return func in _PROJECTIONS and (
-            func is not F.linear or not any(map(self.origin, args[1:2]))
-        )
+    def _by_weight(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a projection is by a weight, and not by another activation."""
+        return func is not F.linear or not any(map(self.origin, args[1:2]))
 
     def _meets(self, softmax: Softmax, given: Any) -> bool:
         """Whether weights, or what was computed from them, meet another activation."""
@@ -288,7 +288,7 @@ class Provenance:
         known, learned = None, func in _PROJECTIONS
         for tensor in tensors((args, kwargs) if kwargs else args):
             origin = self._marks.origin(tensor)
-            learned = learned or origin is _LEARNED or isinstance(tensor, Parameter)
+            learned = learned or origin is _LEARNED or is_parameter(tensor)
             if origin is None or origin is _LEARNED:
                 continue
             inserts = func in _INSERTS and known is not None and not known.product

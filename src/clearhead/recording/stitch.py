@@ -161,11 +161,12 @@ class Stitcher:
         if name == self.module:
             self._start, self._nth = self.loop.cached if self.loop else None, {}
 
-    def module_ends(self, name: str, positions: int | None) -> None:
+    def module_ends(self, name: str, positions: Callable[[], int | None]) -> None:
         """End a step: calls with as many queries as it has positions are on its tokens."""
         if name == self.module:
+            count = positions()
             for track, query in self._new:
-                track.text = query == positions
+                track.text = query == count
             self._new.clear()
 
     def prompt(self, track: Track) -> int | None:

@@ -257,7 +257,7 @@ class Watcher(Handler):
         if (run := self._steps) is not None:
             run.module_starts(name)
 
-    def module_ends(self, name: str, positions: int | None) -> None:
+    def module_ends(self, name: str, positions: Callable[[], int | None]) -> None:
         """Notify a generation; after the outermost module make the records that waited."""
         if (run := self._steps) is not None:
             run.module_ends(name, positions)

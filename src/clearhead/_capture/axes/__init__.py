@@ -5,7 +5,7 @@ from __future__ import annotations
 from clearhead._capture.axes.follow import REORDERS, Layouts
 from clearhead._capture.axes.held import HeldHeads, held_heads
 from clearhead._capture.axes.layout import AxisLayout
-from clearhead._capture.axes.marks import Marks
+from clearhead._capture.axes.marks import Marks, is_parameter
 from clearhead._capture.axes.place import Fold, Place, fold_of, misread, parted, place_of
 from clearhead._capture.axes.scores import paired_axes, paired_letters, scored, scores_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "Place",
     "fold_of",
     "held_heads",
+    "is_parameter",
     "misread",
     "paired_axes",
     "paired_letters",

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parameter import Parameter
 
 from clearhead._capture.axes.joins import appended, joined
 from clearhead._capture.axes.layout import REPEATED, AxisLayout, Factor, fresh
-from clearhead._capture.axes.marks import Marks
+from clearhead._capture.axes.marks import Marks, is_parameter
 
 __all__ = ["REORDERS", "Layouts"]
 
@@ -117,7 +116,7 @@ class Layouts:
         if not isinstance(source, Tensor) or not source.is_floating_point():
             return None
         step = self._marks.step(source)
-        if step is None and not isinstance(source, Parameter):
+        if step is None and not is_parameter(source):
             return Given(source.shape)
         return step
 

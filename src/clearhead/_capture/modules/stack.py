@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Modules:
     def notify_nobody(self) -> None:
         """Forget who is notified: after a block, a cycle would keep what was recorded in it."""
         self.on_start: Callable[[str], None] | None = None
-        self.on_end: Callable[[str, int | None], None] | None = None
+        self.on_end: Callable[[str, Callable[[], int | None]], None] | None = None
         self.on_inputs: Callable[[Any], None] = lambda given: None
 
     @property
@@ -216,4 +217,4 @@ class Modules:
             return
         name, self._stack[:], self._given[:] = entered
         if done and self.on_end is not None:
-            self.on_end(name, called_positions(args, kwargs))
+            self.on_end(name, partial(called_positions, args, kwargs))
