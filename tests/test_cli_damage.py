@@ -65,6 +65,17 @@ def column(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Any
     return lambda table: with_column(table, name, change)
 
 
+def of(statistic: str, name: str, value: Any) -> Callable[[Any], Any]:
+    """Another value in the first row of a statistic."""
+
+    def change(table: Any) -> Any:
+        return with_column(
+            table, name, set_at(table["statistic"].to_pylist().index(statistic), value)
+        )
+
+    return change
+
+
 DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "NaN": (column("mean", all_of(math.nan)), "means are no numbers"),
     "one NaN": (column("mean", set_at(5, math.nan)), "1 means are no numbers"),
@@ -73,6 +84,11 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one null": (column("head", set_at(1, None)), "column 'head' has nulls"),
     "a share of 3": (column("mean", lambda v: [3.0] * len(v)), "means are no share"),
     "a variance below 0": (column("variance", set_at(0, -1.0)), "1 variances are no numbers"),
+    "an entropy of no row": (of("entropy", "mean", 30.0), "1 means are no nats: 30 of 'entropy'"),
+    "a distance of no corpus": (of("distance", "mean", 1e9), "1 means are no positions: 1e+09"),
+    "a variance of no share": (of("sink", "variance", 0.3), "1 variances are none of a share"),
+    "a count of no corpus": (column("count", set_at(9, 10**9)), "a count of 1000000000"),
+    "another unit": (of("entropy", "unit", "positions"), "1 rows have another unit: 'positions'"),
     "a count below 0": (column("count", set_at(9, -3)), "a count of -3"),
     "a head of no model": (column("head", set_at(0, 2**30)), "a head of 1073741824"),
     "half": (fraction(1 / 2), "rows, and was written with"),

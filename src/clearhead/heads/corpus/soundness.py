@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +27,15 @@ def faults_of(about: Any, table: Any) -> Iterator[str]:
         if not isinstance(about.get(name), kind) or isinstance(about[name], bool):
             yield f"its metadata has no {name}"
             return
+    if about["tokens"] < 0:
+        yield f"its metadata has {about['tokens']} tokens"
+        return
     found = list(_faults_of_columns(table))
     if not found and not table.num_rows:
         found = ["it has no rows"]
     if not found and "rows" in about and about["rows"] != table.num_rows:
         found = [f"it has {table.num_rows} rows, and was written with {about['rows']!r}"]
-    yield from found or _faults_of_rows(_Columns(table))
+    yield from found or _faults_of_rows(_Columns(table), about["tokens"])
 
 
 def _faults_of_columns(table: Any) -> Iterator[str]:
@@ -71,6 +75,10 @@ class _Columns:
         self.names, self.statistic = _numbered(table["statistic"])
         self.units, self.unit = _numbered(table["unit"])
 
+    def name(self, at: Any) -> str:
+        """Name the statistic of the first of some rows."""
+        return repr(self.names[self.statistic[at][0]])
+
     def each(self, name: str) -> Any:
         """Return which rows hold a statistic."""
         at = self.names.index(name) if name in self.names else -1
@@ -86,19 +94,31 @@ def _numbered(column: Any) -> tuple[list[str], Any]:
     return plain.dictionary.to_pylist(), plain.indices.to_numpy()
 
 
-def _faults_of_rows(rows: _Columns) -> Iterator[str]:
+def _faults_of_rows(rows: _Columns, tokens: int) -> Iterator[str]:
     for name, values, most in (
-        ("layer", rows.layer, LARGEST), ("head", rows.head, LARGEST), ("count", rows.count, 2**63),
+        ("layer", rows.layer, LARGEST), ("head", rows.head, LARGEST), ("count", rows.count, tokens),
     ):  # fmt: skip
-        if values.min() < 0 or int(values.max()) >= most:
+        if values.min() < 0 or int(values.max()) > most:
             yield f"it has a {name} of {values.min() if values.min() < 0 else values.max()}"
             return
-    yield from _faults_of_numbers(rows)
+    yield from _faults_of_units(rows)
+    yield from _faults_of_numbers(rows, tokens)
     yield from _faults_of_keys(rows)
     yield from _gaps(rows)
 
 
-def _faults_of_numbers(rows: _Columns) -> Iterator[str]:
+def _faults_of_units(rows: _Columns) -> Iterator[str]:
+    units = {name: statistic.unit for name, statistic in STATISTICS.items()}
+    units[VARIABILITY] = "share of the squares"
+    wanted = ["cosine" if _is_overlap(name) else units.get(name) for name in rows.names]
+    got = [rows.units.index(unit) if unit in rows.units else -1 for unit in wanted]
+    known = np.array([unit is not None for unit in wanted])[rows.statistic]
+    if (bad := known & (np.array(got)[rows.statistic] != rows.unit)).any():
+        unit = rows.units[rows.unit[bad][0]]
+        yield f"{bad.sum()} rows have another unit: {unit!r} of {rows.name(bad)}"
+
+
+def _faults_of_numbers(rows: _Columns, tokens: int) -> Iterator[str]:
     counted, undefined = rows.count > 0, rows.each(VARIABILITY) & (rows.count <= 1)
     if (bad := counted & ~undefined & ~np.isfinite(rows.mean)).any():
         yield f"{bad.sum()} means are no numbers, though something was counted"
@@ -106,17 +126,25 @@ def _faults_of_numbers(rows: _Columns) -> Iterator[str]:
     if (bad := spread & ~(np.isfinite(rows.variance) & (rows.variance >= 0))).any():
         yield f"{bad.sum()} variances are no numbers of 0 or more, though something was counted"
     for number, unit in enumerate(rows.units):
-        least, most = _range(unit)
+        here, (least, most) = counted & (rows.unit == number), _range(unit, tokens)
         with np.errstate(invalid="ignore"):
             out = (rows.mean < least) | (rows.mean > most)
-        if (bad := counted & (rows.unit == number) & out).any():
-            yield f"{bad.sum()} means are no {unit}: {rows.mean[bad][0]:g}"
+            wide = spread & (rows.variance > ((most - least) / 2) ** 2)
+        if (bad := here & out).any():
+            yield f"{bad.sum()} means are no {unit}: {rows.mean[bad][0]:g} of {rows.name(bad)}"
+        if (bad := here & wide).any():
+            got = f"{rows.variance[bad][0]:g} of {rows.name(bad)}"
+            yield f"{bad.sum()} variances are none of a {unit} from {least:g} to {most:g}: {got}"
 
 
-def _range(unit: str) -> tuple[float, float]:
+def _range(unit: str, tokens: int) -> tuple[float, float]:
+    """The smallest and largest mean of a unit over a corpus of so many tokens."""
     if unit.startswith("share"):
         return -SLACK, 1 + SLACK
-    return (-1 - SLACK, 1 + SLACK) if unit == "cosine" else (-SLACK, np.inf)
+    if unit == "cosine":
+        return -1 - SLACK, 1 + SLACK
+    # No row has more sources than there are tokens: at most all alike, or the furthest one.
+    return -SLACK, (math.log(max(tokens, 1)) if unit == "nats" else tokens) + SLACK
 
 
 def _faults_of_keys(rows: _Columns) -> Iterator[str]:
