@@ -241,3 +241,144 @@ class TestFoldedHeads:
         assert ["heads come before the batch" in note for note in seen.notes] == [True]
         with pytest.raises((RuntimeError, ValueError)), ch.ablate(model, [(0, 1)]):
             model(x)
+
+
+# Other orders of heads that a model makes of its width, and how it undoes them.
+SHUFFLES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "cat of split, last head first": (
+        lambda x: torch.cat(x.split(D, 2)[::-1], 0),
+        lambda x: torch.cat(x.chunk(H, 0)[::-1], 2),
+    ),
+    "stack of chunks, last head first": (
+        lambda x: torch.stack(x.chunk(H, -1)[::-1], 1),
+        lambda x: torch.cat(x.unbind(1)[::-1], -1),
+    ),
+    "stack of heads, last one first": (
+        lambda x: torch.stack([x.unflatten(-1, (H, D))[:, :, at] for at in (2, 1, 0)], 1),
+        lambda x: torch.cat(x.unbind(1)[::-1], -1),
+    ),
+    "the first head behind the others": (
+        lambda x: torch.cat([(y := x.unflatten(-1, (H, D)).transpose(1, 2))[:, 1:], y[:, :1]], 1),
+        lambda x: torch.cat([x[:, 2:], x[:, :2]], 1).transpose(1, 2).flatten(2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLES)
+@pytest.mark.parametrize("mix", ["handwritten", "sdpa"])
+class TestHeadsInAnotherOrder:
+    @staticmethod
+    def made(name: str, mix: str) -> tuple[Folded, Tensor]:
+        torch.manual_seed(0)
+        model = Folded("einsum", mix)
+        model.fold, model.unfold = SHUFFLES[name]
+        return model, torch.randn(B, T, H * D)
+
+    @torch.no_grad()
+    def test_is_noted(self, name, mix):
+        model, x = self.made(name, mix)
+        with ch.watch(model) as seen:
+            model(x)
+        assert ["heads" in note and "order" in note for note in seen.notes] == [True]
+
+    @torch.no_grad()
+    def test_one_head_is_not_cut(self, name, mix):
+        model, x = self.made(name, mix)
+        for cut in (ch.ablate(model, [(0, 0)]), ch.knockout(model, [(3, 1)], heads=0)):
+            with pytest.raises(RuntimeError, match="order"), cut:
+                model(x)
+
+    @torch.no_grad()
+    def test_an_edge_of_all_heads_is(self, name, mix):
+        model, x = self.made(name, mix)
+        q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in model.qkv(x).chunk(3, -1))
+        scores = q @ k.mT / D**0.5
+        scores[..., 3, 1] = -torch.inf
+        with ch.knockout(model, [(3, 1)]):
+            torch.testing.assert_close(
+                model(x), (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+            )
+
+
+def test_vstack_joins_heads_as_cat_does():
+    torch.manual_seed(0)
+    model, x = Folded("cat of split", "handwritten"), torch.randn(B, T, H * D)
+    model.fold = lambda x: torch.vstack(x.split(D, 2))
+    with torch.no_grad(), ch.watch(model, read=readings.Weights()) as seen:
+        plain = model(x)
+    assert seen[0].sizes[:2] == (B, H)
+    with torch.no_grad(), ch.ablate(model, [(0, 1)]):
+        moved = (model(x) - plain).view(B, T, H, D).abs().amax((1, 3)) > 0
+    assert moved.nonzero().tolist() == [[0, 1], [1, 1]]
+
+
+WIDTH = 4  # of a window, of 12 positions
+WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in the batch": lambda x: x.unflatten(1, (-1, WIDTH)).flatten(0, 1),
+    "an axis of their own": lambda x: x.unflatten(1, (-1, WIDTH)),
+    "of every third position": lambda x: x.unflatten(1, (WIDTH, -1)).transpose(1, 2).flatten(0, 1),
+    "view": lambda x: x.reshape(x.shape[0] * (x.shape[1] // WIDTH), WIDTH, x.shape[2]),
+}
+
+
+class Windowed(nn.Module):
+    """Attention inside of windows, which the model makes after its projections."""
+
+    def __init__(self, name: str, mix: str, before: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.window, self.mix = nn.Linear(8, 24), WINDOWS[name], MIXES[mix]
+        self.before = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.window(x) if self.before else x
+        parts = self.qkv(x).chunk(3, -1)
+        return self.mix(*(t if self.before else self.window(t) for t in parts))
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("mix", ["handwritten", "sdpa"])
+class TestWindows:
+    @torch.no_grad()
+    def test_are_noted(self, name, mix):
+        with ch.watch(model := Windowed(name, mix), read=readings.Mass(masks.diagonal(1))) as seen:
+            model(torch.randn(B, 12, 8))
+        assert [f"in windows of {WIDTH} positions" in note for note in seen.notes] == [True]
+
+    @torch.no_grad()
+    def test_edges_are_not_cut(self, name, mix):
+        model = Windowed(name, mix)
+        with pytest.raises(RuntimeError, match="in windows of 4"), ch.knockout(model, [(6, 5)]):
+            model(torch.randn(B, 12, 8))
+
+    @torch.no_grad()
+    def test_whole_heads_are(self, name, mix):
+        model = Windowed(name, mix)
+        with ch.ablate(model):
+            assert not model(torch.randn(B, 12, 8)).any()
+
+    @torch.no_grad()
+    def test_windows_of_the_inputs_are_positions_of_the_projections(self, name, mix):
+        """What a model is given as samples are samples."""
+        with ch.watch(model := Windowed(name, mix, before=True)) as seen:
+            model(torch.randn(B, 12, 8))
+        assert not seen.notes
+
+
+@torch.no_grad()
+def test_samples_and_positions_that_were_one_axis_are_no_windows():
+    """As GPT-2 projects: (batch * position, width)."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 24), torch.randn(B, T, 8)
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.qkv(x.flatten(0, 1)).view(B, T, 24).chunk(3, -1)
+            return MIXES["handwritten"](*parts)
+
+    with ch.watch(flat := Flat()) as seen:
+        flat(x)
+    assert not seen.notes

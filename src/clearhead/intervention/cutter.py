@@ -82,6 +82,8 @@ class Cutter(Handler):
                 for cuts, heads in self._groups(call, samples):
                     proof.prove_place(call, cuts)
                     proof.prove_alone(call)
+                    if call.place and call.place.windowed and _edges_in(cuts):
+                        proof.prove_order(call)
                     at = slice(None) if len(heads) == call.sizes.head else heads
                     part, own = edits.narrowed(call, samples, heads), context[samples][:, at]
                     new = _after_cuts(cuts, part, own, heads, offsets, self._prove)
@@ -229,6 +231,10 @@ def _sliced(call: Call, first: int, queries: int) -> Offsets:
     shift, sources = (call.place and call.place.source) or (0, call.sizes.source)
     cached = max(sources - queries, 0) if call.kind == "self" else 0
     return Offsets(first + cached, shift, False, (queries + cached, sources))
+
+
+def _edges_in(cuts: list[Cut]) -> bool:
+    return any(isinstance(cut, EdgeCut) for cut in cuts)
 
 
 def _module_of(call: Call) -> tuple[str, str]:

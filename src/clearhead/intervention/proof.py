@@ -59,8 +59,8 @@ def prove_order(call: Call) -> None:
     """Raise where the positions of a call are not in the order of the whole map."""
     if call.place is not None and call.place.mixed:
         raise RuntimeError(
-            f"{named(call)}: its edges cannot be cut: it takes queries or sources in another "
-            "order, or with gaps, so that its positions are not those of the model; cut whole heads"
+            f"{named(call)}: its edges cannot be cut: it {call.place.mixed}, so that its positions "
+            "are not those of the model; cut whole heads"
         )
 
 

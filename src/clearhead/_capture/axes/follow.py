@@ -133,9 +133,12 @@ class Layouts:
     ) -> Inferred | None:
         given = args[0] if args else kwargs["tensors"]
         at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        at = _STACKS.get(func, at)
         steps: list[Inferred | None] = [self._marks.step(x) for x in given]
         if not isinstance(out, Tensor) or not any(steps):
             return None
+        if any(x.ndim != out.ndim - (func is torch.stack) for x in given):
+            return None  # these got axes of their own
         return Inferred(joined, steps, (at % out.ndim, func is torch.stack), out.shape)
 
 
@@ -309,7 +312,10 @@ def _both(*names: str) -> set[Any]:
 
 
 _PROJECTIONS = {F.linear, F.embedding, torch.addmm}
-_JOINS = _both("cat", "concat", "concatenate", "stack")
+# What joins along an axis of its own.
+_STACKS = {torch.vstack: 0, torch.row_stack: 0, torch.hstack: 1, torch.column_stack: 1}
+_STACKS[torch.dstack] = 2
+_JOINS = _both("cat", "concat", "concatenate", "stack") | _STACKS.keys()
 _RESHAPES = _both(
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"
 )

@@ -20,7 +20,7 @@ def joined(
     whole, first, size = len(layouts) == len(known), layouts[0], shape[at]
     if stacked:
         first = replace(first, axes=(*first.axes[:at], (), *first.axes[at:]))
-    if whole and (axis := _side_by_side(layouts, at, stacked)):
+    if whole and (axis := _side_by_side(layouts, at, stacked, at == len(shape) - 1)):
         first = replace(first, selected=first.selected[:-1]) if axis[1] else first
         return first.with_axis(at, (axis[0], *first.axes[at]) if axis[1] else (axis[0],))
     if whole and at < len(shape) - 1 and (heads := _heads_of(layouts)):
@@ -46,17 +46,25 @@ def _heads_of(layouts: list[AxisLayout]) -> tuple[Factor, Factor] | None:
     if not alike or len(slices) < max(2, len(layouts)):
         return None
     first = slices[0]
-    for number, one in enumerate(slices):
+    for one in slices:
         if (one.name, one.whole, one.size) != (first.name, first.whole, first.size):
             return None
-        if one.start != number * one.size or not one.of_width or one.mixed:
+        if not one.of_width or one.mixed:
             return None
-    whole = first.whole == first.size * len(slices)
-    return first.complete_with(len(slices)) if whole else None
+    starts = [one.start for one in slices]
+    if sorted(starts) != list(range(0, first.whole, first.size)):
+        return None
+    heads, width = first.complete_with(len(slices))
+    return replace(heads, mixed=starts != sorted(starts)), width
 
 
-def _side_by_side(layouts: list[AxisLayout], at: int, stacked: bool) -> tuple[Factor, bool] | None:
-    """Give the factor that slices make together, and whether its indices had been selected."""
+def _side_by_side(
+    layouts: list[AxisLayout], at: int, stacked: bool, last: bool
+) -> tuple[Factor, bool] | None:
+    """Give the factor that slices make together, and whether its indices had been selected.
+
+    In another order they make a mixed one, but not on the last axis, which is that of features.
+    """
     first = layouts[0]
     if all(x.selected for x in layouts) and all(x.axes == first.axes for x in layouts):
         slices, selected = [x.selected[-1] for x in layouts], True
@@ -64,13 +72,14 @@ def _side_by_side(layouts: list[AxisLayout], at: int, stacked: bool) -> tuple[Fa
         slices, selected = [x.axes[at][0] for x in layouts], False
     else:
         return None
-    whole = slices[0]
+    ordered = slices if last else sorted(slices, key=lambda x: x.start)
+    whole = ordered[0]
     if whole.mixed:
         return None
-    for other in slices[1:]:
+    for other in ordered[1:]:
         if (other.name, other.whole) != (whole.name, whole.whole) or other.parts != whole.parts:
             return None
         if other.start != whole.start + whole.size or not other.sliced or other.mixed:
             return None
         whole = replace(whole, size=whole.size + other.size)
-    return whole, selected
+    return replace(whole, mixed=ordered != slices), selected

@@ -47,7 +47,9 @@ class Place:
     query: tuple[int, int] | None = None
     source: tuple[int, int] | None = None
     rows: str = ""  # in words, how its samples and heads are not those of the layer
-    mixed: bool = False  # whether its queries or sources stand in another order, or with gaps
+    mixed: str = ""  # in words, why its positions are not those of the model
+    windowed: bool = False  # whether that is so because of windows, of which each has its edges
+    shuffled: bool = False  # whether its heads or samples stand in another order
     turned: bool = False  # whether its axes are not batch and heads, in this order
     heads: HeldHeads | None = None  # where other ranks hold the other heads of the layer
     flat: bool = False  # whether heads, if there are several, lie in the batch in an unknown order
@@ -58,8 +60,7 @@ class Place:
             return f"{self.rows}: the samples and heads of a record are not those of the layer"
         if self.mixed:
             return (
-                "its attention takes queries or sources in another order, or with gaps: "
-                "the positions of a record are not those of the model"
+                f"its attention {self.mixed}: the positions of a record are not those of the model"
             )
         if self.query is None:
             return ""
@@ -114,11 +115,26 @@ def place_of(layout: AxisLayout, lead: Sequence[Axis], query: Axis, source: Axis
     text = words and f"it computes its attention slice by slice ({words})"
     if _goes_on(query, source) and not text:
         return Place((0, source[0].own), (0, source[0].own))
-    mixed = any(factor.mixed for factor in (*query, *source))
+    mixed, shuffled = _mixed(lead, query, source), any(x.mixed for axis in lead for x in axis)
     at = None if mixed else _slice_of(query, layout.selected) or _one_of(query, source, layout)
-    if at is None and not text and not mixed:
+    if at is None and not (text or mixed or shuffled):
         return None
-    return Place(at, _slice_of(source, layout.selected) if at else None, text, mixed)
+    sources = _slice_of(source, layout.selected) if at else None
+    return Place(at, sources, text, mixed, "windows" in mixed, shuffled)
+
+
+def _mixed(lead: Sequence[Axis], query: Axis, source: Axis) -> str:
+    """Say why the positions of a call are not those of the model; empty where they are."""
+    if any(factor.mixed for factor in (*query, *source)):
+        return "takes queries or sources in another order, or with gaps"
+    # Pieces of an axis have names that begin with its name, a digit. The only axis of a projection,
+    # which is the first, is that of samples and positions together.
+    axes = {factor.name[0] for axis in lead for factor in axis if factor.name[0].isdigit()}
+    windows = axes - {"0"} if len(axes) == 1 else axes
+    if any(factor.name[0] in windows for factor in query):
+        size = math.prod(factor.size for factor in query)
+        return f"runs in windows of {size} positions, which lie in its batch"
+    return ""
 
 
 def _words(factor: Factor) -> str:

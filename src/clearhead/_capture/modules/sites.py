@@ -124,6 +124,9 @@ class Sites:
             if heads > 1 and batch % heads == 0:
                 text = f"its {heads} heads lie in a batch of {batch}, in an order that is not known"
                 return replace(place, rows=text)
+        if place is not None and place.shuffled:
+            words = "its heads or samples stand in another order than in the layer"
+            return replace(place, rows=words)
         if place is not None and place.turned:
             return replace(place, rows="its heads come before the batch, or are one axis with it")
         if place is None or not place.rows:
