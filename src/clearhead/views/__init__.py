@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from clearhead.views.sight import PageView, view, view_of_table, view_of_text
     from clearhead.views.streams import output_streams
     from clearhead.views.terminal import Terminal
-    from clearhead.views.text.audit import render_report
+    from clearhead.views.text.audit import render_report, render_sweep, sweep_progress
     from clearhead.views.text.heads import render_atlas
     from clearhead.views.text.info import render_info
     from clearhead.views.text.look import render_look
     from clearhead.views.text.mask import cells_of_terminal, render_mask
     from clearhead.views.text.record import render_record
     from clearhead.views.text.scan import scan_progress, scan_summary
-    from clearhead.views.text.sweep import render_sweep, sweep_progress
     from clearhead.views.text.train import train_progress, training_end
 
 __all__ = [
@@ -83,11 +82,11 @@ _HOMES = {
     "render_mask": "text.mask",
     "render_record": "text.record",
     "render_report": "text.audit",
-    "render_sweep": "text.sweep",
+    "render_sweep": "text.audit",
     "scan_progress": "text.scan",
     "scan_summary": "text.scan",
     "sizes_of_mask": "mask",
-    "sweep_progress": "text.sweep",
+    "sweep_progress": "text.audit",
     "train_progress": "text.train",
     "training_end": "text.train",
     "view": "sight",

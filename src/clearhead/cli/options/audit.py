@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "clearhead audit tale-bert --allowed everything",
         'clearhead audit my.model:make --allowed "causal & window(4)" --depth 2',
         "clearhead audit my.model:make --documents 0,0,0,1,1",
-        "clearhead audit --library transformers --classes FalconForCausalLM --out falcon",
+        "clearhead audit --library transformers --classes BartForCausalLM --out bart",
         notes=PROOF,
     )
 
