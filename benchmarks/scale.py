@@ -24,7 +24,8 @@ import page
 import table
 from clearhead import masks, readings
 from clearhead._core import Sizes
-from clearhead.distributed.plan import Shares, make_plan
+from clearhead.distributed.sequence.balance import make_plan
+from clearhead.distributed.sequence.plan import Costs, Shares
 
 HERE = Path(__file__).parent
 RATES, RESULT = HERE / "results" / "run.json", HERE / "results" / "scale.json"
@@ -95,17 +96,23 @@ def sent(layer: Layer, length: int, ranks: int) -> float:
     return (ranks - 1) * length / ranks * 2 * layer.source_heads * layer.width * layer.itemsize
 
 
-def held(layer: Layer, length: int, ranks: int) -> float:
-    """Bytes of a rank in a forward: its tensors, those of a step, and what merges contexts.
+def held(layer: Layer, length: int, ranks: int, given: float = 0.5) -> float:
+    """Bytes of a rank in a forward: its tensors, those of a stage, and what it computes of others.
 
-    Query, key, value and context; keys and values that are computed with and that arrive; the
-    context in float32 and the log-sum-exp in float64, and three of the context in float64.
+    Query, key, value and context; two pieces of keys and values, an eighth each; the context in
+    float32 where it is not that already, its log-sum-exp in float64, and strips of an eighth of it
+    that are merged in float64. `given` is the share of rows that a rank computes for others, to
+    even out the work: of these it holds queries, contexts and log-sum-exps, and it relays keys and
+    values.
     """
     both = layer.heads + layer.source_heads
     own = 2 * both * layer.width * layer.itemsize
-    travelling = 4 * layer.source_heads * layer.width * layer.itemsize if ranks > 1 else 0
-    merged = layer.heads * (layer.width * 4 + 8) + 3 * layer.heads * layer.width * 8
-    return length / ranks * (own + travelling + merged)
+    given = given if ranks > 1 else 0.0
+    pieces = (2 / 8 + bool(given)) * 2 * layer.source_heads * layer.width * layer.itemsize
+    row = layer.heads * (layer.width * 4 * (layer.itemsize < 4) + 8)
+    strips = layer.heads * layer.width * (layer.itemsize + 8) / 8
+    others = given * layer.heads * (layer.width * (layer.itemsize + 4) + 8)
+    return length / ranks * (own + (pieces if ranks > 1 else 0) + row + strips + others)
 
 
 def seconds(machine: Machine, layer: Layer, length: int, ranks: int, plan: float) -> float:
@@ -151,8 +158,7 @@ def tables(measured: dict[str, Any]) -> str:
         parts.append(f"### A layer of {layer.name}: {shape}, bfloat16, causal\n\n" + _sizes(layer))
         for machine in machines(measured):
             parts.append(
-                f"Seconds of a forward, each rank {machine.name}:\n\n"
-                + _times(machine, layer, measured)
+                f"Seconds of a forward, each rank {machine.name}:\n\n" + _times(machine, layer)
             )
     parts.append("### What breaks first\n\n" + _limits(measured))
     parts.append("### Training: bytes of a rank\n\n" + _trainings())
@@ -205,8 +211,8 @@ def _rates(measured: dict[str, Any]) -> str:
     return (
         "\n".join(lines) + f"\n\nMeasured: {about['machine']}, {about['threads']} threads, "
         f"`{WORK}` in bfloat16 by `benchmarks/run.py`, commit {about['commit']}, {about['date']}; "
-        f"{measured['plan'] * 1e6:.0f} us to plan a pair of ranks. Five readings take "
-        f"{measured['readings']:.2f} times as long as none."
+        f"{measured['plan'] * 1e6:.0f} us to plan a pair of ranks, once for a mask and its sizes. "
+        f"Five readings take {measured['readings']:.2f} times as long as none."
     )
 
 
@@ -222,16 +228,15 @@ def _sizes(layer: Layer) -> str:
     return "Bytes of a rank:\n\n" + "\n".join(lines)
 
 
-def _times(machine: Machine, layer: Layer, measured: dict[str, Any]) -> str:
-    """Times, and what takes them where it is not the work: the link, or planning."""
+def _times(machine: Machine, layer: Layer) -> str:
+    """Times, and whether the link takes them and not the work."""
     lines = _head("T", *(f"{n:,}" for n in RANKS))
     for length in LENGTHS:
         cells = []
         for ranks in RANKS:
-            took = seconds(machine, layer, length, ranks, measured["plan"])
-            planned = measured["plan"] * ranks**2 if ranks > 1 else 0.0
+            took = seconds(machine, layer, length, ranks, 0.0)
             small = ranks > 1 and length / ranks < least_share(machine, layer)
-            why = " plan" if planned > took / 2 else " link" if small else ""
+            why = " link" if small else ""
             full = " memory" if held(layer, length, ranks) > machine.memory else ""
             cells.append(_time(took) + why + full)
         lines.append(_row(_length(length), *cells))
@@ -254,7 +259,7 @@ def _limits(measured: dict[str, Any]) -> str:
         "positions of a rank whose one layer fills its memory": lambda x, layer: (
             f"{x.memory / held(layer, 2, 2):,.0f}"
         ),
-        "ranks at which planning takes a second": lambda x, layer: (
+        "ranks at which the first plan takes a second": lambda x, layer: (
             f"{measured['plan'] ** -0.5:,.0f}"
         ),
         "10M positions, 1,024 ranks, all layers, forward and backward": lambda x, layer: _time(
@@ -320,7 +325,7 @@ def _plan_of_a_pair(ranks: int = 64) -> float:
     each = (16_384,) * ranks
     sizes = Sizes(1, 32, sum(each), sum(each))
     begun = time.process_time()
-    make_plan(masks.causal(), Shares(sizes, 8, each, each))
+    make_plan(masks.causal(), Shares(sizes, 8, each, each), Costs(1024, 1056, 512))
     return (time.process_time() - begun) / ranks**2
 
 

@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 import clearhead as ch
 from clearhead import distributed, masks, readings
 from clearhead._core import Sizes
-from clearhead.distributed import ring
-from clearhead.distributed.plan import Plan, Shares, make_plan
+from clearhead.distributed.sequence import agreement, ring, walk
+from clearhead.distributed.sequence.balance import make_plan
+from clearhead.distributed.sequence.plan import Costs, Plan, Shares, SourcePiece
 from tests import oracle
 from tests.cases import CASES, Case
 from tests.ranks import LOST, SHORT, Failure, Ranks
@@ -40,7 +43,16 @@ DOCUMENTS = Case(
     mask=lambda: masks.causal() & masks.document(torch.arange(T) // 9),
     formula=lambda i, j: (j <= i) & (i // 9 == j // 9),
 )  # fmt: skip
-ALL = {case.name: case for case in (*CASES, SMALL, GROUPED, DOCUMENTS)}
+# Whole heads can be given to ranks.
+MANY = Case(
+    "a head for each rank", head=16, source_head=8, query=T, head_dim=8, value_dim=5,
+    mask=masks.causal, formula=lambda i, j: j <= i,
+)  # fmt: skip
+SINKS = Case(
+    "sinks over ranks", head=4, source_head=2, query=T, head_dim=8, bias=(1, T, T), sinks=True,
+    mask=masks.causal, formula=lambda i, j: j <= i,
+)  # fmt: skip
+ALL = {case.name: case for case in (*CASES, SMALL, GROUPED, DOCUMENTS, MANY, SINKS)}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,15 @@ def whole(shares: list[Any], axis: int = -2) -> Any:
 
 
 # Run by each rank.
+
+
+def in_pieces(group: Any, *given: Any) -> Any:
+    """`attended`, with sources that are sent in as many pieces as possible."""
+    size, walk.PIECE = walk.PIECE, 1
+    try:
+        return attended(group, *given)
+    finally:
+        walk.PIECE = size
 
 
 def attended(group: Any, name: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
@@ -103,6 +124,134 @@ def read(group: Any, name: str) -> Any:
     )
 
 
+SUMMED = (
+    readings.Entropy(), readings.Entropy(normalized=True), readings.Mass(masks.first(2)),
+    readings.Distance(), readings.Weights(), readings.Scores(), readings.LogSumExp(),
+    readings.Received(), readings.BlockMap(3), readings.Rows([0, -1]),
+)  # fmt: skip
+OF_ROWS = 7  # how many of these have rows
+
+
+def loss_of(context: Tensor, values: Any, alone: bool = True) -> Tensor:
+    """A loss of all values; those that are whole on every rank count where `alone` is true."""
+    values = values if alone else values[:OF_ROWS]
+    tensors = [x for x in pytree.tree_leaves(values) if x.requires_grad]
+    finite = [torch.where(x.isfinite(), x, 0) for x in (context, *tensors)]
+    return torch.stack([x.sin().sum() * i for i, x in enumerate(finite, 1)]).sum()
+
+
+def gradients_of_readings(group: Any, name: str, dtype: torch.dtype) -> Any:
+    """The gradients of a loss of context and readings; rank 1 has that of the whole values."""
+    given = ALL[name].inputs(dtype)
+    given |= {n: distributed.shard(given[n], group=group) for n in SPLIT}
+    leaves = {n: given[n].clone().requires_grad_() for n in TENSORS if n in given}
+    context, values = distributed.attend(**{**given, **leaves}, read=SUMMED, group=group)
+    world = dist.get_world_size(group)
+    loss_of(context, values, dist.get_rank(group) == 1 % world).backward()
+    found = [leaves[n].grad for n in leaves]
+    for x in found[3:]:
+        dist.all_reduce(x, group=group)
+    return [x.numpy() for x in found]
+
+
+def sharded(group: Any) -> Any:
+    """Context, log-sum-exp and received weight of DTensors, whole, and the gradients."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    given = ALL[MANY.name].inputs(torch.float64)
+    tensors = {n: local_dtensor(given[n], mesh).requires_grad_() for n in SPLIT}
+    read = (readings.LogSumExp(), readings.TopK(2), readings.Received())
+    with torch.no_grad():
+        context, (lse, top, received) = distributed.attend(**{**given, **tensors}, read=read)
+    assert [x.placements[0] for x in (context, lse, top.sources, received)] == [
+        Shard(2), Shard(2), Shard(2), Replicate(),
+    ]  # fmt: skip
+    whole = [x.full_tensor().numpy() for x in (context, lse, top.sources, received)]
+    context, received = distributed.attend(**{**given, **tensors}, read=readings.Received())
+    (context.sin().sum() + received.sin().sum()).backward()
+    return whole, [x.grad.full_tensor().numpy() for x in tensors.values()]
+
+
+def local_dtensor(x: Tensor, mesh: Any) -> Any:
+    """A tensor sharded over the positions, as torch.chunk cuts it, without communication."""
+    parts = x.chunk(mesh.size(), -2)
+    rank = mesh.get_local_rank()
+    own = parts[rank] if rank < len(parts) else x[..., :0, :]
+    placement = [Shard(x.ndim - 2)]
+    return DTensor.from_local(own, mesh, placement, shape=x.shape, stride=x.stride())
+
+
+def refused_dtensors(group: Any) -> list[str]:
+    """The errors for other placements."""
+    mesh, found = DeviceMesh.from_group(group, "cpu"), []
+    x = torch.zeros(2, 4, 6, 8)
+    right = local_dtensor(torch.zeros(2, 4, 12, 8), mesh)
+    whole = DTensor.from_local(x, mesh, [Replicate()])
+    heads = DTensor.from_local(x, mesh, [Shard(1)])
+    for q, k, more in (
+        (whole, whole, None), (heads, heads, None), (right, whole, None), (right, x, None),
+        (right, right, dist.group.WORLD),
+    ):  # fmt: skip
+        try:
+            distributed.attend(q, k, k, group=more)
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+    return found
+
+
+def too_large(group: Any) -> tuple[str, int]:
+    """The error for maps that do not fit, and by how many bytes the process grows."""
+    before = status("VmRSS")
+    q = torch.zeros(1, 64, 1 << 14, 1)
+    reset_peak()
+    try:
+        distributed.attend(q, q, q, read=(readings.Scores(), readings.Entropy()), group=group)
+    except ValueError as error:
+        return str(error), status("VmHWM") - before
+    return "no error", 0
+
+
+def events(group: Any, heads: int) -> list[tuple[str, int]]:
+    """What a call does, in order: what it begins to send or receive, and computes, by the step."""
+    found, rank, world = [], dist.get_rank(group), dist.get_world_size(group)
+    send, receive, compute = dist.isend, dist.irecv, ring.attend_part
+
+    def noting(kind: str, function: Any) -> Any:
+        def noted(x: Tensor, *args: Any, **options: Any) -> Any:
+            number, what = divmod(options["tag"] // walk.TENSORS, walk.KINDS)
+            if what == walk.SOURCE and number:
+                found.append((kind, number // walk.MOST if heads > 1 else number))
+            return function(x, *args, **options)
+
+        return noted
+
+    def computing(problem: Any) -> Any:
+        source = problem.corner.source // 6
+        found.append(("compute", (rank - source) % world))
+        return compute(problem)
+
+    size, walk.PIECE = walk.PIECE, 1 if heads > 1 else 1 << 20
+    dist.isend, dist.irecv = noting("send", send), noting("receive", receive)
+    ring.attend_part = computing
+    try:
+        q = torch.randn(1, heads, 6, 4)
+        distributed.attend(q, q, q, group=group)
+    finally:
+        dist.isend, dist.irecv, ring.attend_part = send, receive, compute
+        walk.PIECE = size
+    return found
+
+
+def status(name: str) -> int:
+    """A number of bytes in the status of this process."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def reset_peak() -> None:
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
 def counted(group: Any, shape: tuple[int, ...], source_heads: int, backward: bool) -> Any:
     """The bytes that this rank sends for keys, values, queries and context, and its edges."""
     *lead, heads, positions, width = shape
@@ -138,14 +287,9 @@ def counted(group: Any, shape: tuple[int, ...], source_heads: int, backward: boo
 def peak(group: Any, positions: int) -> int:
     """How many bytes a rank's memory grows by at most, from before its tensors are made."""
 
-    def status(name: str) -> int:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-
     share = distributed.shard(torch.empty(positions, 0), group=group).shape[0]
     before = status("VmRSS")
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
+    reset_peak()
     q, k, v = (torch.ones(8, share, 64) for _ in "qkv")
     distributed.attend(q, k, v, masks.window(64), group=group)
     return status("VmHWM") - before
@@ -161,11 +305,17 @@ def differing(group: Any, what: str) -> None:
         mask = masks.window(3) if what == "mask" else mask
     if what == "ids":
         mask = masks.document(torch.arange(12) // (3 if last else 4))
+    if what == "version":
+        agreement.SCHEMA = 2 if last else 1
     size = (3, 5) if what == "shape" and last else (3, 8)
     q = torch.zeros(heads, *size, dtype=dtype)
     if what == "kind" and last:
         q = q.int()
-    distributed.attend(q, q, q, mask, scale=2.0 if what == "scale" and last else None, group=group)
+    scale = 2.0 if what == "scale" and last else None
+    try:
+        distributed.attend(q, q, q, mask, scale=scale, group=group)
+    finally:
+        agreement.SCHEMA = 1
 
 
 def refused(group: Any) -> list[str]:
@@ -178,6 +328,8 @@ def refused(group: Any) -> list[str]:
     calls: list[dict[str, Any]] = [
         {"query": q.detach().as_subclass(Named)},
         {"query": q, "read": readings.TopK(1)},
+        {"query": q, "read": (readings.Entropy(), readings.MaxScore())},
+        {"query": q, "read": readings.Overlap()},
         {"query": q.detach().bfloat16(), "autocast": True},
     ]
     for call in calls:
@@ -244,13 +396,16 @@ def wide(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     return right(Rounded(), torch.float64, options)  # type: ignore[arg-type]
 
 
-def check_equal(ranks: Ranks, world: int, case: Case, dtype: torch.dtype, **options: Any) -> None:
+def check_equal(
+    ranks: Ranks, world: int, case: Case, dtype: torch.dtype, run: Any = None, **options: Any
+) -> None:
     """Context, log-sum-exp and gradients are those of one process, to the oracle's bounds."""
-    found = answers(ranks.run(attended, world, case.name, dtype, options))
+    found = answers(ranks.run(run or attended, world, case.name, dtype, options))
     shares = whole([answer[0] for answer in found])
     ours = [*shares, *map(torch.as_tensor, found[0][1])]
     # Each part that is merged is rounded once more.
-    more = (world - 1) * torch.finfo(dtype).eps
+    parts = world * (walk.MOST if run is in_pieces else 1)
+    more = (parts - 1) * torch.finfo(dtype).eps
     exact, same = wide(case, dtype, options), right(case, dtype, options)
     if not options:
         context = case.right(case.inputs(dtype)).context
@@ -279,6 +434,12 @@ def test_it_equals_one_process_in_bf16(ranks: Ranks, world: int) -> None:
         check_equal(ranks, world, case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_it_equals_one_process_in_pieces(ranks: Ranks, world: int) -> None:
+    for case in (GROUPED, DOCUMENTS, MANY, SINKS):
+        check_equal(ranks, world, case, torch.float32, run=in_pieces)
+
+
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_dropout_drops_the_same_weights(ranks: Ranks, world: int) -> None:
     for case in (GROUPED, DOCUMENTS):
@@ -300,21 +461,91 @@ def test_readings_equal_those_of_one_process(ranks: Ranks, world: int) -> None:
                     assert oracle.error(part, expected) < 1e-12, (case.name, reading)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("case", [SMALL, GROUPED, DOCUMENTS, SINKS], ids=lambda case: case.name)
+def test_gradients_of_readings_equal_those_of_one_process(
+    ranks: Ranks, world: int, case: Case
+) -> None:
+    found = answers(ranks.run(gradients_of_readings, world, case.name, torch.float64))
+    given = case.inputs(torch.float64)
+    leaves = {n: given[n].clone().requires_grad_() for n in TENSORS if n in given}
+    loss_of(*ch.attend(**{**given, **leaves}, read=SUMMED, impl="reference")).backward()
+    ours = [whole([answer[i] for answer in found]) for i in range(3)]
+    ours += [torch.as_tensor(x) for x in found[0][3:]]
+    for (name, leaf), x in zip(leaves.items(), ours, strict=True):
+        assert oracle.error(x, leaf.grad) < 1e-11, name
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_dtensors_in_and_out(ranks: Ranks, world: int) -> None:
+    given = MANY.inputs(torch.float64)
+    leaves = {n: given[n].clone().requires_grad_() for n in SPLIT}
+    read = (readings.LogSumExp(), readings.TopK(2), readings.Received())
+    context, (lse, top, received) = ch.attend(**{**given, **leaves}, read=read, impl="reference")
+    (context.sin().sum() + received.sin().sum()).backward()
+    for values, gradients in answers(ranks.run(sharded, world)):
+        for x, right in zip(values, (context, lse, top.sources, received), strict=True):
+            assert oracle.error(torch.as_tensor(x), right.detach()) < 1e-12
+        for x, leaf in zip(gradients, leaves.values(), strict=True):
+            assert oracle.error(torch.as_tensor(x), leaf.grad) < 1e-12
+
+
+def test_other_placements_are_refused_by_name(ranks: Ranks) -> None:
+    for texts in answers(ranks.run(refused_dtensors, 2)):
+        replicated, heads, key, mixed, group = texts
+        rule = "is sharded over the positions, Shard(2); got"
+        assert replicated.startswith(f"query: {rule} R")
+        assert heads.startswith(f"query: {rule} S(1)")
+        assert key.startswith(f"key: {rule} R")
+        assert mixed.startswith("query, key, value: are all DTensors, or none is; got DTensor, T")
+        assert group.startswith("group: is the group of the device mesh")
+
+
+def test_maps_that_do_not_fit_are_refused_before_they_are_allocated(ranks: Ranks) -> None:
+    for text, grown in answers(ranks.run(too_large, 8)):
+        size = 64 * (1 << 14) * (8 << 14) * 4
+        assert text.startswith("read: is small enough for the value of Scores() to fit in memory")
+        assert f"got {size:,} bytes, with " in text
+        assert "free for 8 ranks on the machine of rank 0" in text
+        assert "Entropy()" in text
+        assert grown < 1 << 27
+
+
+@pytest.mark.parametrize("heads", [1, 16])
+def test_what_comes_next_travels_while_a_step_is_computed(ranks: Ranks, heads: int) -> None:
+    # Many heads travel in pieces: then the first piece of the next step does.
+    for found in answers(ranks.run(events, 4, heads)):
+        for step in range(1, 3):
+            computed = max(i for i, event in enumerate(found) if event == ("compute", step))
+            assert found.index(("receive", step + 1)) < computed
+            assert found.index(("send", step + 1)) < computed
+        steps = [step for kind, step in found if kind == "compute"]
+        assert steps == sorted(steps)
+        assert set(steps) == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_bytes_and_work_of_a_rank(ranks: Ranks, world: int, backward: bool) -> None:
+def test_bytes_and_work_of_a_rank(ranks: Ranks, world: int, group: int, backward: bool) -> None:
     # The ring sends a share of keys and values to each of the other ranks; a backward pass sends
     # them again, and their gradients, which come home by one more step.
-    shape, heads = (1, 4, 8 * 128, 64), 4
+    heads = 4 if group == 1 else 2
+    shape = (1, heads * group, 8 * 128, 64)
     found = answers(ranks.run(counted, world, shape, heads, backward))
     share = 2 * heads * (shape[-2] // world) * shape[-1] * 4
     least = share * ((world - 1) * (3 if backward else 1) + backward)
-    agreement = 4096 * (world - 1)  # the exchange of arguments, whose size is that of no tensor
+    # With few ranks, what evens out the work of grouped heads takes more: the last rank has 1.5 (or
+    # 2.5 of three ranks) times the mean, and the rows that it gives away travel beside the sources.
+    if group > 1 and world < (3 if backward else 4):
+        given = {2: 1 / 4, 3: 1 / 3}[world]
+        least += given * group * share / 2
+    arguments = 4096 * (world - 1)  # the exchange of arguments, whose size is that of no tensor
     edges = [answer[1] for answer in found]
     for sent, count, _ in found:
-        assert sent <= 1.05 * least + agreement
+        assert sent <= 1.05 * least + arguments
         assert count <= 1.1 * sum(edges) / world
-    assert sum(edges) == heads * 1024 * 1025 // 2
+    assert sum(edges) == heads * group * 1024 * 1025 // 2
 
 
 @pytest.mark.parametrize("world", [2, 4, 8, 64])
@@ -322,13 +553,11 @@ def test_bytes_and_work_of_a_rank(ranks: Ranks, world: int, backward: bool) -> N
 def test_causal_work_is_even_for_any_number_of_heads(world: int, source_heads: int) -> None:
     share = (64,) * world
     shares = Shares(Sizes(1, 24, 64 * world, 64 * world), source_heads, share, share)
-    plan = make_plan(masks.causal(), shares)
+    plan = make_plan(masks.causal(), shares, Costs(24 / source_heads, 24 / source_heads, 2))
     work = [0] * world
-    for i in range(world):
-        for j in range(world):
-            for rank, task in ((i, plan.own(i, j)), (j, plan.taken(i, j))):
-                if task is not None:
-                    work[rank] += _edges(plan, task)
+    for (rank, source), heads in plan.needed.items():
+        piece = SourcePiece(heads, slice(0, 64))
+        work[rank] += sum(_edges(plan, task) for _, task in plan.tasks(rank, source, piece))
     assert sum(work) == source_heads * (64 * world) * (64 * world + 1) // 2
     assert max(work) <= 1.1 * sum(work) / world
 
@@ -358,6 +587,7 @@ def test_memory_falls_with_the_number_of_ranks(ranks: Ranks) -> None:
         ("ids", "mask: is the same on all ranks"),
         ("scale", "scale: is the same on all ranks"),
         ("shape", "query: is the same on all ranks"),
+        ("version", "messages of version 1 on rank 0, .* messages of version 2 on rank 2"),
     ],
 )
 def test_ranks_that_differ_raise_on_all_ranks(ranks: Ranks, what: str, text: str) -> None:
@@ -375,9 +605,10 @@ def test_a_refusal_of_one_rank_raises_on_all_ranks(ranks: Ranks) -> None:
 
 
 def test_what_is_not_served_is_refused(ranks: Ranks) -> None:
-    for kind, gradient, cast in answers(ranks.run(refused, 2)):
-        assert kind.startswith("query, key, value: are plain tensors; got Named")
-        assert gradient.startswith("read: has no gradient over ranks, except LogSumExp()")
+    for kind, *gradients, cast in answers(ranks.run(refused, 2)):
+        assert kind.startswith("query, key, value: are plain tensors or DTensors; got Named")
+        for name, text in zip(("TopK", "MaxScore", "Overlap"), gradients, strict=True):
+            assert text.startswith(f"read: has no gradient of {name} over ranks; got {name}(")
         assert cast.startswith("query: is not converted by torch.autocast here")
 
 

@@ -11,7 +11,8 @@ import page
 import scale
 from clearhead import masks
 from clearhead._core import Sizes
-from clearhead.distributed.plan import Shares, make_plan
+from clearhead.distributed.sequence.balance import make_plan
+from clearhead.distributed.sequence.plan import Costs, Shares
 
 TINY = scale.Layer("tiny", 8, 2, 16, 3, 1e6)
 MACHINE = scale.Machine("a machine", "m", 1e9, 8e8, 1e6, 1e-3, 1e9)
@@ -43,14 +44,9 @@ def test_bytes_are_those_of_a_plan(ranks: int) -> None:
     length = 24 * ranks
     each = (24,) * ranks
     shares = Shares(Sizes(1, TINY.heads, length, length), TINY.source_heads, each, each)
-    plan = make_plan(None, shares)
-    sent = 0
-    for other in range(ranks):
-        task = plan.own(other, 0)
-        if other != 0 and task is not None:
-            heads = task.heads.stop - task.heads.start
-            sent += 2 * heads * shares.sources[0] * TINY.width * TINY.itemsize
-    assert scale.sent(TINY, length, ranks) == sent
+    # Of a position and a source head: four queries, their contexts with a float64, key and value.
+    plan = make_plan(None, shares, Costs(4 * 32, 4 * (32 + 8), 2 * 32))
+    assert plan.sent() == [scale.sent(TINY, length, ranks)] * ranks
 
 
 def test_work_is_that_of_the_edges() -> None:
@@ -85,10 +81,10 @@ def test_the_least_share_hides_its_message() -> None:
 def test_memory_is_near_what_processes_allocate() -> None:
     """Of 8 heads of 64 features in float32 and 32,768 positions, as the table of attend has it."""
     layer = scale.Layer("", 8, 8, 64, 1, 0, itemsize=4)
-    for ranks, found in ((1, 716e6), (2, 453e6), (4, 211e6), (8, 127e6)):
-        assert scale.held(layer, 32_768, ranks) == pytest.approx(found, rel=0.25)
+    for ranks, found in ((1, 297e6), (2, 161e6), (4, 90e6), (8, 51e6)):
+        assert scale.held(layer, 32_768, ranks, given=0) == pytest.approx(found, rel=0.25)
     text = (Path(page.__file__).parent.parent / "docs" / "all-of-clearhead.md").read_text()
-    assert "take at most 716 MB on one rank, 453, 211 and 127 MB" in " ".join(text.split())
+    assert "take at most 297 MB on one rank, 161, 90 and 51 MB" in " ".join(text.split())
 
 
 def test_bytes_of_training() -> None:

@@ -11,11 +11,13 @@ from clearhead.attention.impl import (
     attend_part,
     available,
     choose,
+    part_grad,
     part_gradient,
     parts,
+    parts_gradient,
 )
 from clearhead.attention.impl.dropout import draw_seed
-from clearhead.attention.memory import check_readings, free_bytes
+from clearhead.attention.memory import check_fit, check_readings, free_bytes
 from clearhead.attention.problem import Corner, Problem
 
 __all__ = [
@@ -25,14 +27,17 @@ __all__ = [
     "attend",
     "attend_part",
     "available",
+    "check_fit",
     "check_inputs",
     "check_readings",
     "choose",
     "draw_seed",
     "free_bytes",
     "make_problem",
+    "part_grad",
     "part_gradient",
     "parts",
+    "parts_gradient",
     "wanted",
     "warn_if_backwards",
     "without_head",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from clearhead._core import value_error
+from clearhead._core import Sizes, value_error
 from clearhead.attention.problem import Problem
 from clearhead.readings import Reading
 
-__all__ = ["check_readings", "free_bytes"]
+__all__ = ["check_fit", "check_readings", "free_bytes"]
+
+Shape = tuple[int, ...]
 
 # Sizes below this are allocated without a look at the free memory.
 SMALL = 1 << 26
@@ -31,19 +33,30 @@ def check_readings(read: tuple[Reading, ...], problem: Problem) -> None:
         reading.check(sizes)
     if torch.compiler.is_compiling():
         return
-    needed = [reading.nbytes(sizes, problem.dtype.itemsize) for reading in read]
-    if sum(needed) < SMALL:
+    itemsize = problem.dtype.itemsize
+    if sum(reading.nbytes(sizes, itemsize) for reading in read) < SMALL:
         return
     free = free_bytes(problem.query.device)
-    if free is not None and sum(needed) > free:
-        pairs = [*zip(read, needed, strict=True)]
-        largest, size = max(pairs, key=lambda pair: pair[1])
-        if largest.whole_map:
-            size = sum(own for reading, own in pairs if reading.whole_map)
-        raise _too_large(largest, f"{size:,} bytes, with {free:,} free", problem)
+    if free is not None:
+        shape = (*problem.query.shape[:-1], sizes.source)
+        check_fit(read, sizes, itemsize, free, f"{free:,} free", shape)
 
 
-def _too_large(reading: Reading, got: str, problem: Problem) -> ValueError:
+def check_fit(
+    read: tuple[Reading, ...], sizes: Sizes, itemsize: int, free: int, have: str, shape: Shape
+) -> None:
+    """Refuse readings whose values take more than the free bytes; `have` says what there is."""
+    needed = [reading.nbytes(sizes, itemsize) for reading in read]
+    if sum(needed) <= free:
+        return
+    pairs = [*zip(read, needed, strict=True)]
+    largest, size = max(pairs, key=lambda pair: pair[1])
+    if largest.whole_map:
+        size = sum(own for reading, own in pairs if reading.whole_map)
+    raise _too_large(largest, f"{size:,} bytes, with {have}", shape)
+
+
+def _too_large(reading: Reading, got: str, shape: Shape) -> ValueError:
     """Name the argument that makes a value too large, or the reading, and what takes less."""
     name, hint = ARGUMENTS.get(type(reading).__name__, ("read", WHOLE))
     shown = type(reading).__name__ if name == "queries" else repr(reading)
@@ -51,7 +64,7 @@ def _too_large(reading: Reading, got: str, problem: Problem) -> ValueError:
         name,
         f"is small enough for the value of {shown} to fit in memory",
         got=got,
-        shapes={"weights": (*problem.query.shape[:-1], problem.sizes.source)},
+        shapes={"weights": shape},
         hint=hint,
     )
 

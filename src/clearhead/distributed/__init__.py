@@ -8,11 +8,11 @@ Each rank holds consecutive positions and gets the same rows back:
 
 from __future__ import annotations
 
-from clearhead.distributed import attending
+from clearhead.distributed import sequence
 from clearhead.distributed.gathering import gather, observed
 from clearhead.distributed.scans import of_torchrun, scan_in_shards
 from clearhead.distributed.shares import shard, unshard
 
-attend = observed(attending.attend)
+attend = observed(sequence.attend)
 
 __all__ = ["attend", "gather", "of_torchrun", "scan_in_shards", "shard", "unshard"]

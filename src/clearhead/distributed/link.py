@@ -43,6 +43,11 @@ class Message:
             raise self.link.lost(self.peer, self.step, late) from error
         return self.x
 
+    def release(self) -> None:
+        """Wait, and let go of the tensor."""
+        self.wait()
+        self.x, self.work = torch.empty(0), None
+
 
 class Link:
     """This rank's connections to the other ranks of a group."""
@@ -95,6 +100,31 @@ class Link:
         for message in sent:
             message.wait()
         return [given if rank == self.rank else found[rank] for rank in range(self.world)]
+
+    def fold(self, given: Any, merge: Callable[[Any, Any], Any], step: str) -> Any:
+        """Return the merged objects of all ranks, merged in their order, on every rank.
+
+        Each rank holds and sends two objects at most, however many ranks there are.
+        """
+        last = self.world - 1
+        if self.rank > 0:
+            given = merge(self._get(self.rank - 1, step), given)
+        if self.rank < last:
+            self._put(given, self.rank + 1, step)
+            given = self._get((self.rank - 1) % self.world, step)
+        if self.world > 1 and self.rank != last - 1:
+            self._put(given, (self.rank + 1) % self.world, step)
+        return given
+
+    def _put(self, given: Any, peer: int, step: str) -> None:
+        packed = _packed(given)
+        for tag, x in enumerate((torch.tensor([len(packed)]), packed)):
+            self.send(x, peer, tag, step).wait()
+
+    def _get(self, peer: int, step: str) -> Any:
+        size = self.receive(torch.zeros(1, dtype=torch.int64), peer, 0, step).wait()
+        packed = torch.empty(int(size), dtype=torch.uint8)
+        return _unpacked(self.receive(packed, peer, 1, step).wait())
 
     def agree(self, name: str, values: Sequence[Any]) -> None:
         """Raise on every rank where the ranks have different values."""

@@ -28,7 +28,9 @@ from clearhead._core import did_you_mean
 from clearhead.readings.cells import by_cell as by_cell
 from clearhead.readings.cells import cell_bounds as cell_bounds
 from clearhead.readings.fold import Blocks as Blocks
+from clearhead.readings.fold import MapReading as MapReading
 from clearhead.readings.fold import PerQuery as PerQuery
+from clearhead.readings.fold import PerQueryReading as PerQueryReading
 from clearhead.readings.fold import Reading
 from clearhead.readings.kinds import (
     Distance,

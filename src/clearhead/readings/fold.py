@@ -33,18 +33,22 @@ class Reading:
 
     A subclass with a gradient strip by strip (`part_grad`) declares it in its own class statement,
     `class Total(Reading, splits_grad=True)`. The declaration is not inherited: a subclass may
-    change `part` or `merge`.
+    change `part` or `merge`. `adds_up=True` declares that parts of the same rows but other sources
+    add up too, so that each has the gradient of the sum: ranks that hold different sources need it.
     """
 
     splits_grad: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
     # Whether the value has a number for each edge.
     whole_map: ClassVar[bool] = False
     # How many head axes each tensor of the value has.
     head_axes: ClassVar[int] = 1
 
-    def __init_subclass__(cls, *, splits_grad: bool = False, **options: Any) -> None:
+    def __init_subclass__(
+        cls, *, splits_grad: bool = False, adds_up: bool = False, **options: Any
+    ) -> None:
         super().__init_subclass__(**options)
-        cls.splits_grad = splits_grad
+        cls.splits_grad, cls.adds_up = splits_grad, adds_up
 
     def check(self, sizes: Sizes) -> None:
         """Raise ValueError where the reading cannot be taken from maps of these sizes."""

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-class Weights(MapReading, splits_grad=True):
+class Weights(MapReading, splits_grad=True, adds_up=True):
     """The whole weight map, (*batch, head, query, source): softmax of the scores over the sources.
 
     >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
@@ -55,7 +55,7 @@ class Weights(MapReading, splits_grad=True):
         return Blocks((piece,), strip.query, strip.source)
 
 
-class Scores(MapReading, splits_grad=True):
+class Scores(MapReading, splits_grad=True, adds_up=True):
     """The scores after scale, softcap and bias, (*batch, head, query, source); -inf where blocked.
 
     >>> Scores().fold([Strip.of(torch.tensor([[0.5, -torch.inf], [0.0, 2.0]]))])
@@ -72,7 +72,7 @@ class Scores(MapReading, splits_grad=True):
         return Blocks((piece,), strip.query, strip.source)
 
 
-class Rows(SumReading, splits_grad=True):
+class Rows(SumReading, splits_grad=True, adds_up=True):
     """The weights of chosen queries, (*batch, head, chosen, source), in the order given.
 
     >>> scores = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
@@ -229,7 +229,7 @@ class MaxScore(PerQueryReading, splits_grad=True):
         return (torch.maximum(left[0], right[0]),)
 
 
-class Entropy(PerQueryReading, splits_grad=True):
+class Entropy(PerQueryReading, splits_grad=True, adds_up=True):
     """How spread the weights of each query are, in nats, (*batch, head, query): -sum_j w_j ln w_j.
 
     >>> scores = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]])
@@ -272,7 +272,7 @@ class Entropy(PerQueryReading, splits_grad=True):
         return f"Entropy(normalized={self.normalized})"
 
 
-class Received(SumReading, splits_grad=True):
+class Received(SumReading, splits_grad=True, adds_up=True):
     """The weight that each source receives from all queries, (*batch, head, source): sum_i w_ij.
 
     >>> Received().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])
@@ -290,7 +290,7 @@ class Received(SumReading, splits_grad=True):
         return sizes.batch * sizes.head * sizes.source * itemsize
 
 
-class Mass(PerQueryReading, splits_grad=True):
+class Mass(PerQueryReading, splits_grad=True, adds_up=True):
     """The weight each query puts on a set of edges, (*batch, head, query): sum_{j in edges} w_ij.
 
     >>> from clearhead import masks
@@ -323,7 +323,7 @@ class Mass(PerQueryReading, splits_grad=True):
         return PerQuery(strip.queries, (torch.where(edges, strip.weights, 0).sum(-1),))
 
 
-class Distance(PerQueryReading, splits_grad=True):
+class Distance(PerQueryReading, splits_grad=True, adds_up=True):
     """How far each query looks, in positions, (*batch, head, query): sum_j w_ij |i - j|.
 
     >>> Distance().fold([Strip.of(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))])

@@ -33,7 +33,7 @@ class BlockMapValue(_Tiles):
         return super().__new__(cls, *(parts if named or len(parts) != 1 else parts[0]), **named)
 
 
-class BlockMap(Reading, splits_grad=True):
+class BlockMap(Reading, splits_grad=True, adds_up=True):
     """A small picture of the weight map: mean and max of each tile, (*batch, head, cells, cells).
 
     >>> scores = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from clearhead._core import value_error
 from clearhead.attention.impl import ops
+from clearhead.attention.impl.autograd import part_grad
 from clearhead.attention.impl.native import Native
 from clearhead.attention.impl.reference import Reference
 from clearhead.attention.impl.tiled import Tiled
@@ -23,8 +24,10 @@ __all__ = [
     "attend_part",
     "available",
     "choose",
+    "part_grad",
     "part_gradient",
     "parts",
+    "parts_gradient",
 ]
 
 
@@ -87,6 +90,17 @@ def parts(problem: Problem, read: tuple[Reading, ...], lse: Tensor) -> list[Any]
     `lse` is the log-sum-exp of the whole rows, (*batch, head, query).
     """
     return TILED.parts(problem, read, lse)
+
+
+def parts_gradient(
+    problem: Problem, read: tuple[Reading, ...], lse: Tensor, grads: list[Any], first: int
+) -> tuple[list[Tensor | None], int]:
+    """Return the gradients of query, key, bias and log-sum-exp in a part of a larger map.
+
+    `grads` are those of the merged parts of the readings. The pieces of a map are counted from
+    `first`; the number of the next one is returned too.
+    """
+    return TILED.parts_gradient(problem, read, lse, grads, first)
 
 
 def attend_part(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ __all__ = [
     "constants",
     "filled",
     "masks_of",
+    "part_grad",
     "pull",
     "tensors_of",
     "through",
@@ -108,6 +109,21 @@ def pull(
         torch.autograd.grad(ends, wanted, starts, create_graph=create_graph, allow_unused=True)
     )
     return [next(found) if need else None for need in needs]
+
+
+def part_grad(reading: Reading, part: Any, given: Any) -> Any:
+    """From the gradient of a reading's value to that of its merged part; None where none."""
+    leaves, tree = pytree.tree_flatten(part)
+    with torch.enable_grad():
+        leaves = [x.requires_grad_() if _real(x) else x for x in leaves]
+        value = reading.finish(pytree.tree_unflatten(leaves, tree))
+    needs = [_real(x) for x in leaves]
+    found = pull(pytree.tree_leaves(value), pytree.tree_leaves(given), leaves, needs, False)
+    return pytree.tree_unflatten(found, tree)
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def through(

@@ -23,6 +23,7 @@ from clearhead.attention.impl.autograd import (
     constants,
     filled,
     masks_of,
+    part_grad,
     pull,
     tensors_of,
     wants_gradient,
@@ -77,20 +78,40 @@ class Tiled:
 
     def parts(self, problem: Problem, read: tuple[Reading, ...], lse: Tensor) -> list[Any]:
         """Return the part of each reading in a larger map, whose rows have this log-sum-exp."""
-        corner = problem.corner or Corner(0, 0, 0, problem.sizes)
         parts: list[Any] = [None] * len(read)
         equation = _Equation(problem)
         for piece in equation.pieces():
-            strip = equation.weigh(piece)[0]
-            strip = Strip.of(
-                strip.scores, lse=lse[..., piece.rows], queries=strip.queries + corner.query,
-                sources=strip.sources + corner.source, query=corner.whole.query,
-                source=corner.whole.source,
-            )  # fmt: skip
+            strip = _of_larger(problem, equation.weigh(piece)[0], lse[..., piece.rows])
             for i, reading in enumerate(read):
                 part = reading.part(strip)
                 parts[i] = part if parts[i] is None else reading.merge(parts[i], part)
         return parts
+
+    def parts_gradient(
+        self, problem: Problem, read: tuple[Reading, ...], lse: Tensor, grads: list[Any], first: int
+    ) -> tuple[list[Tensor | None], int]:
+        """The gradients of query, key, bias and log-sum-exp, from those of the readings' parts.
+
+        The strips count from `first`; the number of the next one is returned too.
+        """
+        equation, inputs = _Equation(problem), tensors_of(problem)
+        needs = (True, True, False, problem.bias is not None, False)
+        sums = [
+            torch.zeros(x.shape, dtype=problem.dtype, device=x.device) if need else None
+            for x, need in zip(inputs, needs, strict=True)
+        ]
+        to_lse, pieces = torch.zeros_like(lse), equation.pieces()
+        for index, piece in enumerate(pieces, first):
+            cut = tuple(_leaf(x, need, problem.dtype)
+                        for x, need in zip(equation.cut(piece), needs, strict=True))  # fmt: skip
+            rows = lse[..., piece.rows].detach().requires_grad_()
+            with torch.enable_grad():
+                strip = _of_larger(problem, equation.weigh(piece, cut)[0], rows)
+                outputs, gradients = _parts_and_grads(read, grads, strip, piece, index)
+            *found, moved = pull(outputs, gradients, [*cut, rows], [*needs, True], False)
+            _add(sums, piece, found)
+            to_lse[..., piece.rows] += 0 if moved is None else moved
+        return [sums[0], sums[1], sums[3], to_lse], first + len(pieces)
 
     def part_gradient(
         self, problem: Problem, lse: Tensor, grad: Tensor, terms: Tensor, needs: Sequence[bool]
@@ -194,6 +215,26 @@ class _Equation:
         return mix(self.problem, strip, value, allowed, self.finite_value)
 
 
+def _of_larger(problem: Problem, strip: Strip, lse: Tensor) -> Strip:
+    """A strip of a problem as one of the larger map, whose rows have this log-sum-exp."""
+    _, query, source, whole = problem.corner or Corner(0, 0, 0, problem.sizes)
+    return Strip.of(
+        strip.scores, lse=lse, queries=strip.queries + query, sources=strip.sources + source,
+        query=whole.query, source=whole.source,
+    )  # fmt: skip
+
+
+def _parts_and_grads(
+    read: tuple[Reading, ...], grads: list[Any], strip: Strip, piece: Piece, index: int
+) -> tuple[list[Any], list[Any]]:
+    """The tensors of all readings' parts of a strip, and their gradients."""
+    outputs, gradients = [], []
+    for reading, grad in zip(read, grads, strict=True):
+        outputs += pytree.tree_leaves(reading.part(strip))
+        gradients += pytree.tree_leaves(reading.part_grad(grad, piece.rows, index))
+    return outputs, gradients
+
+
 def _weights_of(scores: Tensor, lse: Tensor) -> Tensor:
     """The weights of scores whose whole rows have this log-sum-exp, in float64."""
     rounded = lse.to(scores.dtype)
@@ -236,7 +277,7 @@ class _Recomputed(torch.autograd.Function):
             found = (*fused.gradient(problem, context, lse, outer), None, None)
         else:
             given = pytree.tree_unflatten(flat, ctx.tree)
-            grads = [_part_grad(*each) for each in zip(ctx.read, ctx.parts, given, strict=True)]
+            grads = [part_grad(*each) for each in zip(ctx.read, ctx.parts, given, strict=True)]
             found = _strip_gradient(problem, ctx.read, grads, outer, needs)
         return None, None, None, *found
 
@@ -257,21 +298,6 @@ def _whole_gradient(
         return pull([context, *pytree.tree_leaves(values)], gradients, inputs, needs, again)
 
 
-def _part_grad(reading: Reading, part: Any, given: Any) -> Any:
-    """From the gradient of a value to that of its merged part; None where there is none."""
-    leaves, tree = pytree.tree_flatten(part)
-    with torch.enable_grad():
-        leaves = [x.requires_grad_() if _real(x) else x for x in leaves]
-        value = reading.finish(pytree.tree_unflatten(leaves, tree))
-    needs = [_real(x) for x in leaves]
-    found = pull(pytree.tree_leaves(value), pytree.tree_leaves(given), leaves, needs, False)
-    return pytree.tree_unflatten(found, tree)
-
-
-def _real(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
 def _strip_gradient(
     problem: Problem, read: tuple[Reading, ...], grads: list[Any], outer: Any, needs: Any
 ) -> list[Tensor | None]:
@@ -290,9 +316,8 @@ def _strip_gradient(
             if outer is not None:
                 outputs.append(equation.mix(piece, strip, allowed, cut[2]))
                 gradients.append(outer[..., piece.rows, :].to(problem.dtype))
-            for reading, grad in zip(read, grads, strict=True):
-                outputs += pytree.tree_leaves(reading.part(strip))
-                gradients += pytree.tree_leaves(reading.part_grad(grad, piece.rows, index))
+            more = _parts_and_grads(read, grads, strip, piece, index)
+            outputs, gradients = outputs + more[0], gradients + more[1]
         _add(sums, piece, pull(outputs, gradients, cut, needs, False))
     return [None if x is None else x.to(given.dtype) for x, given in zip(sums, inputs, strict=True)]
 

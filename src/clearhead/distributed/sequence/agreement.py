@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -12,16 +14,18 @@ import torch
 from torch import Tensor
 
 from clearhead._core import Sizes
-from clearhead.attention import draw_seed
+from clearhead.attention import check_fit, draw_seed, free_bytes
 from clearhead.distributed.link import Link
-from clearhead.distributed.plan import Shares
+from clearhead.distributed.sequence.plan import Shares
 from clearhead.masks import Mask
 from clearhead.readings import Reading
 
-__all__ = ["describe", "shares_of"]
+__all__ = ["check_memory", "describe", "shares_of"]
 
 # The form of the messages between ranks and of the parts of readings; it changes with them.
 SCHEMA = 1
+# Values below this are allocated without a look at the free memory.
+SMALL = 1 << 26
 
 
 def describe(
@@ -55,6 +59,24 @@ def shares_of(link: Link, told: list[dict[str, Any]]) -> Shares:
     queries, sources = zip(*(said["positions"] for said in told), strict=True)
     batch, head, source_heads = told[0]["lead"]
     return Shares(Sizes(batch, head, sum(queries), sum(sources)), source_heads, queries, sources)
+
+
+def check_memory(link: Link, read: tuple[Reading, ...], shares: Shares, itemsize: int) -> None:
+    """Raise on all ranks where the values of some rank do not fit beside those of its neighbours.
+
+    Ranks on one machine share its memory.
+    """
+    sizes = [shares.sizes._replace(query=queries) for queries in shares.queries]
+    if max(sum(r.nbytes(own, itemsize) for r in read) for own in sizes) < SMALL:
+        return
+    given = socket.gethostname(), free_bytes(torch.device("cpu"))
+    told = link.gather(given, "the check of the memory")
+    ranks = Counter(host for host, _ in told)
+    for rank, (host, free) in enumerate(told):
+        if free is not None:
+            own, many = sizes[rank], ranks[host]
+            have = f"{free:,} free for {many} ranks on the machine of rank {link.name(rank)}"
+            check_fit(read, own, itemsize, free // many, have, own)
 
 
 def _tensor(x: Tensor) -> str:
