@@ -85,9 +85,10 @@ def test_a_leak_is_one_that_the_class_really_has(swept):
 
 def test_a_place_is_in_the_library_of_the_class():
     model = toys.Sound()
-    model.add_module("inner", torch.nn.Sequential(toys.Leaking()))
+    leaking = toys.Leaking()
+    model.add_module("inner", torch.nn.Sequential(leaking))
     for module in ("inner.0.qkv", "inner.0"):
-        assert _innermost(model, module, "tests") is model.inner[0]
+        assert _innermost(model, module, "tests") is leaking
     for module in ("qkv", "Sound (its own forward)", "inner", "nowhere.at.all"):
         assert _innermost(model, module, "tests") is model
 
@@ -142,15 +143,17 @@ def test_what_a_class_prints_is_printable_and_bounded(swept):
 def test_words_of_a_class_become_one_printable_line():
     assert readable("\x1b[31mred\x1b[0m\n\x9b2Jx\x1b]8;;http://x\x07y") == "red 2Jx y"
     assert len(readable("x" * 10_000)) == 300
+    path = "/home/me/env/lib/python3.11/site-packages/torch/nn/modules/linear.py"
+    assert readable(f"in {path}:124: it failed") == "in torch/nn/modules/linear.py:124: it failed"
 
 
 def test_a_class_that_hangs_runs_into_the_limit(tmp_path):
     rows = audit_library(
-        TOYS, tmp_path, ["Hanging"], ["documents", "batch"], ["eager"], limit=3
+        TOYS, tmp_path, ["Hanging"], ["documents", "batch"], ["eager"], limit=8
     )  # fmt: skip
     assert [(row.form, row.reason) for row in rows] == [
-        ("batch", "left over at the limit of 3 s"),
-        ("documents", "ran into the limit of 3 s"),
+        ("batch", "left over at the limit of 8 s"),
+        ("documents", "ran into the limit of 8 s"),
     ]
 
 
@@ -199,7 +202,7 @@ def lives(pid: int) -> bool:
 
 def waited(true: object) -> None:
     assert callable(true)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not true():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -219,12 +222,15 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path, how):
         env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     done = out / "rows" / "Ending.causal.json"
-    waited(done.exists)
-    (worker,) = children(sweep.pid)
-    waited(lambda: children(worker))
-    (child,) = children(worker)
-    sweep.send_signal(how)
-    _, said = sweep.communicate()
+    try:
+        waited(done.exists)
+        (worker,) = children(sweep.pid)
+        waited(lambda: children(worker))
+        (child,) = children(worker)
+        sweep.send_signal(how)
+        _, said = sweep.communicate(timeout=60)
+    finally:
+        sweep.kill()
     assert sweep.returncode == (130 if how == signal.SIGINT else -how)
     assert ("the same command goes on" in said) == (how == signal.SIGINT)
     waited(lambda: not lives(worker) and not lives(child))
@@ -434,18 +440,23 @@ def test_a_finding_that_was_not_confirmed_is_no_fault():
 
 
 def test_two_versions_beside_each_other():
-    same = Row(**{**vars(ROW), "name": "Both"})
-    gone = Row(**{**vars(ROW), "name": "Mended"})
-    sound = Row(**{**vars(gone), "verdict": "ok", "kind": ""})
-    was = Row(**{**vars(ROW), "verdict": "ok", "kind": ""})
-    added = Row(**{**vars(ROW), "name": "Added"})
-    text = library.page(
-        (run_of("2"), [ROW, same, sound, added]), (run_of("1"), [was, same, gone])
-    )  # fmt: skip
+    def row(name, **changes):
+        return Row(**{**vars(ROW), "name": name, **changes})
+
+    ok = {"verdict": "ok", "kind": ""}
+    refused = {"verdict": "not tested", "kind": "", "reason": "does not apply: no sdpa"}
+    new = [row("Fresh"), row("Both"), row("Mended", **ok), row("Added"), row("Gone", **refused)]
+    old = [row("Fresh", **ok), row("Both"), row("Mended"), row("Gone")]
+    text = library.page((run_of("2"), new), (run_of("1"), old))
     beside = text.partition("## 1 beside 2")[2]
-    assert "1 faults of 1 are mended, 1 are in both, 1 are new" in beside
-    titles = ["### Mended", "### New in classes that were there", "### In classes that were not"]
-    places = [beside.index(title) for title in titles]
+    assert "Of 1, 1 faults are mended, 1 are in both, and 1 have no counterpart" in beside
+    assert "In 2, 1 are new, and 1 have no counterpart" in beside
+    parts = {
+        "### Mended": "`Mended`",
+        "### Without a counterpart in 2": "`Gone`",
+        "### New": "`Fresh`",
+        "### Without a counterpart in 1": "`Added`",
+    }
+    places = [beside.index(words) for pair in parts.items() for words in pair]
     assert places == sorted(places)
-    assert places[0] < beside.index("`Mended`") < places[1] < beside.index("`AForCausalLM`")
-    assert beside.index("`Added`") > places[2]
+    assert "`Both`" not in beside

@@ -15,6 +15,7 @@ from clearhead.dependence.library.rows import (
     FAULT,
     FORMS,
     NOT_TESTED,
+    OK,
     UNFIT,
     VERDICTS,
     Row,
@@ -280,24 +281,36 @@ def _beside(new: Sweep, old: Sweep) -> list[str]:
     """Say what was mended since another version, what is new, and what stayed."""
     (run, rows), (before, earlier) = new, old
     now, then = _known(rows), _known(earlier)
-    tested = {row.name for row in _tested(rows)}, {row.name for row in _tested(earlier)}
-    mended = [then[key] for key in sorted(then.keys() - now.keys()) if key[1] in tested[0]]
-    fresh = [now[key] for key in sorted(now.keys() - then.keys()) if key[1] in tested[1]]
-    added = [now[key] for key in sorted(now.keys() - then.keys()) if key[1] not in tested[1]]
-    stayed = now.keys() & then.keys()
-    title = f"{_release(before)} beside {_release(run)}"
+    mended, gone = _split([then[key] for key in sorted(then.keys() - now.keys())], rows)
+    fresh, added = _split([now[key] for key in sorted(now.keys() - then.keys())], earlier)
+    here, there = _release(run), _release(before)
+    both = now.keys() & then.keys()
     words = (
-        f"{len(mended)} faults of {_release(before)} are mended, {len(stayed)} are in both, "
-        f"{len(fresh)} are new in classes that were there, and {len(added)} are in classes that "
-        f"were not audited there. ({_versions(before)}.)"
+        f"Of {there}, {len(mended)} faults are mended, {len(both)} are in both, "
+        f"and {len(gone)} have no counterpart: the question has no answer there. In {here}, "
+        f"{len(fresh)} are new, and {len(added)} have no counterpart. ({_versions(before)}.)"
     )
     return [
-        f"## {title}",
+        f"## {there} beside {here}",
         words,
         *_part("Mended", mended),
-        *_part("New in classes that were there", fresh),
-        *_part("In classes that were not audited there", added),
+        *_part(f"Without a counterpart in {here}", gone),
+        *_part("New", fresh),
+        *_part(f"Without a counterpart in {there}", added),
     ]
+
+
+def _split(faults: Iterable[_Fault], rows: Sequence[Row]) -> tuple[list[_Fault], list[_Fault]]:
+    """Split the faults that other rows do not have: those have answers there, or have none."""
+    answered = {_asked(row) for row in rows if row.verdict in (OK, FAULT)}
+    parts: tuple[list[_Fault], list[_Fault]] = ([], [])
+    for fault in faults:
+        parts[not all(_asked(row) in answered for row in fault.rows)].append(fault)
+    return parts
+
+
+def _asked(row: Row) -> tuple[str, ...]:
+    return row.name, row.mapping, row.backend, row.form, row.variant
 
 
 def _part(title: str, faults: Sequence[_Fault]) -> list[str]:

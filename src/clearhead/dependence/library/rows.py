@@ -47,6 +47,8 @@ KINDS: dict[Any, Any] = {
 }
 # What a terminal would take for a command.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
+# Where packages are on this machine.
+INSTALLED = re.compile(r"[^\s'\"(]*/(?:site|dist)-packages/")
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,9 @@ def one_line(text: object) -> str:
 
 
 def readable(text: object) -> str:
-    """Turn what a model says into one line of printable characters of bounded length."""
-    line = one_line(text)
+    """Turn what a model says into one line of printable characters of bounded length.
+
+    Paths begin at their package, as on any other machine.
+    """
+    line = INSTALLED.sub("", one_line(text))
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
