@@ -43,7 +43,7 @@ class CallSite:
     kind: str = "self"
     place: Place | None = None  # where it is a slice of the whole map of its module
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """Batch, (query) heads, queries and sources."""
         raise NotImplementedError
@@ -184,7 +184,7 @@ class EagerCall(CallSite):
     dropped: Tensor | None = None  # the weights after dropout, where it was on
     proven: bool = True  # False where more than one softmax may have made the weights
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         """Batch, (query) heads, queries and sources."""
         return Sizes(*self.scores.shape)

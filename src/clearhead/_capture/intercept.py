@@ -94,7 +94,8 @@ class Interceptor(TorchFunctionMode):
         if not self.sites.listening:
             return func(*args, **kwargs)
         given = {**dict(zip(_SDPA, args, strict=False)), **kwargs}
-        query, key, value, *mask = (given.get(name) for name in _SDPA[:4])
+        inputs: list[Any] = [given.get(name) for name in _SDPA[:4]]
+        query, key, value, _ = inputs
         fold: Fold | None = None
 
         def described() -> Call:
@@ -105,7 +106,7 @@ class Interceptor(TorchFunctionMode):
             call = describe.from_sdpa(**ungrouped(self.sites.interface, split), split=self.split)
             return call if place is None else replace(call, place=place)
 
-        call = self.described(described, (query, key, value, *mask), query, key)
+        call = self.described(described, inputs, query, key)
         if call is None:
             return func(*args, **kwargs)
         shape = (*describe.lead_of(query, key, value), *query.shape[-3:-1], value.shape[-1])

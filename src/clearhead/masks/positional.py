@@ -341,7 +341,7 @@ def prefix(n: int) -> Mask:
 
 def read_align(align: Align) -> Align:
     """Check an alignment: "start", "end" or the position of the first query."""
-    if isinstance(align, int | torch.SymInt) and not isinstance(align, bool):
+    if type(align) not in (str, bool) and isinstance(align, int | torch.SymInt):
         return _whole("align", align, None)
     if align not in ("end", "start"):
         raise value_error(

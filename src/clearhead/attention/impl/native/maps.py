@@ -82,6 +82,9 @@ def _queries(reading: Any, query: int) -> Sequence[int]:
 
 def _row_numbers(read: Iterable[Reading], query: int) -> tuple[Tensor, int]:
     """Number the queries that are shown, -1 for the others; and count them."""
+    read = list(read)
+    if any(isinstance(reading, readings.Weights) for reading in read):
+        return torch.arange(query, dtype=torch.int32), query
     shown = sorted({x for reading in read for x in _queries(reading, query)})
     row_of = torch.full((query,), -1, dtype=torch.int32)
     row_of[shown] = torch.arange(len(shown), dtype=torch.int32)
