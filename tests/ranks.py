@@ -16,7 +16,10 @@ import torch.multiprocessing as mp
 # Groups of the first N ranks, and groups in which a rank is lost: with a short timeout.
 SIZES = (1, 2, 3, 4, 8)
 SHORT = 3.0
-LOST = {"stalls": [0, 1, 2, 3], "late": [0, 1, 2, 3], "killed": [4, 5, 6, 7]}
+LOST = {
+    "stalls": [0, 1, 2, 3], "late": [0, 1, 2, 3], "backward": [0, 1, 2, 3],
+    "killed": [4, 5, 6, 7],
+}  # fmt: skip
 PATIENT = timedelta(seconds=60)
 
 

@@ -345,30 +345,33 @@ def refused(group: Any) -> list[str]:
 def losing(group: Any, what: str, lost: int) -> tuple[str, float]:
     """The error of a rank, and how long it took, where one rank of the group is lost."""
     mine = dist.get_rank() == lost
-    compute, calls = ring.attend_part, [0]
+    name = "part_gradient" if what == "backward" else "attend_part"
+    compute, calls = getattr(ring, name), [0]
 
-    def failing(problem: Any) -> Any:
+    def failing(*given: Any) -> Any:
         calls[0] += 1
         if mine and calls[0] == 2:
             if what == "killed":
                 os._exit(1)
             time.sleep(SHORT + 2)
-        return compute(problem)
+        return compute(*given)
 
     if mine and what == "late":
         time.sleep(SHORT + 2)
-    ring.attend_part = failing
+    setattr(ring, name, failing)
     started = time.monotonic()
     try:
-        q = torch.randn(2, 8, 4)
+        q = torch.randn(2, 8, 4, requires_grad=what == "backward")
         # A rank that has all it needs is done; it meets the lost rank in its next call.
-        distributed.attend(q, q, q, group=group)
-        distributed.attend(q, q, q, group=group)
+        for _ in range(2):
+            context = distributed.attend(q, q, q, group=group)
+            if what == "backward":
+                context.sum().backward()
         return "no error", 0.0
     except RuntimeError as error:
         return str(error), time.monotonic() - started
     finally:
-        ring.attend_part = compute
+        setattr(ring, name, compute)
 
 
 # The tests.
@@ -612,13 +615,16 @@ def test_what_is_not_served_is_refused(ranks: Ranks) -> None:
         assert cast.startswith("query: is not converted by torch.autocast here")
 
 
-@pytest.mark.parametrize(("what", "lost"), [("late", 2), ("stalls", 3), ("killed", 7)])
+@pytest.mark.parametrize(
+    ("what", "lost"), [("late", 2), ("stalls", 3), ("backward", 1), ("killed", 7)]
+)
 def test_a_lost_rank_is_named_on_all_others_in_time(ranks: Ranks, what: str, lost: int) -> None:
     found = ranks.run(losing, what, what, lost, silent=what == "killed")
     for rank, answer in zip(LOST[what], found, strict=False):
         if rank != lost:
             message, seconds = answer
-            assert message.startswith(f"rank {lost} did not answer in "), message
+            step = r"(step \d of 3|the exchange of arguments)"
+            assert re.match(f"rank {lost} did not answer in {step} of dist", message), message
             assert seconds < SHORT + 1
 
 

@@ -29,8 +29,19 @@ LEAST = 0.01
 def make_plan(mask: Mask | None, shares: Shares, costs: Costs, balance: bool = True) -> Plan:
     """Leave out pairs of ranks without edges, and even out the work of the ranks.
 
-    Of several plans with even work it takes the one whose busiest rank sends the fewest bytes.
+    Of several plans with even work it takes the one whose busiest rank sends the fewest bytes. The
+    plans of masks of distances are kept; other masks may have changed, and are asked again.
     """
+    kept = mask is None or mask.relative
+    return (_kept if kept else _planned)(mask, shares, costs, balance)
+
+
+@lru_cache(maxsize=64)
+def _kept(mask: Mask | None, shares: Shares, costs: Costs, balance: bool) -> Plan:
+    return _planned(mask, shares, costs, balance)
+
+
+def _planned(mask: Mask | None, shares: Shares, costs: Costs, balance: bool) -> Plan:
     work = work_of(mask, shares)
     if balance and work:
         return _best(tuple(work.items()), shares, costs)

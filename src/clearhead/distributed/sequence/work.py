@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from clearhead._core import Sizes
@@ -21,17 +20,6 @@ Cells = dict[tuple[int, int], tuple[float, ...]]
 
 def work_of(mask: Mask | None, shares: Shares) -> Cells:
     """The work of all pairs of ranks that have edges."""
-    if mask is None or mask.relative:
-        return _remembered(mask, shares)
-    return _work(mask, shares)
-
-
-@lru_cache(maxsize=16)
-def _remembered(mask: Mask | None, shares: Shares) -> Cells:
-    return _work(mask, shares)
-
-
-def _work(mask: Mask | None, shares: Shares) -> Cells:
     rows, columns = _ranges(shares.queries), _ranges(shares.sources)
     cells = {
         (i, j): _cells(mask, rows[i], columns[j], shares.sizes)
