@@ -102,6 +102,29 @@ CAUSES: dict[tuple[str, str, str], Cause] = {
         "the entries that a query may read are counted by position_ids, from the start of the row:"
         " they are those of the first document",
     ),
+    # Mended since 5.17.0.
+    **{
+        ("moshi", form, "leak"): _cause(
+            "moshi",
+            "MoshiModel.forward",
+            "the causal mask is made only where a padding mask is given; eager attention has no"
+            " other",
+        )
+        for form in ("causal", "modes")
+    },
+    **{
+        (model, form, kind): _cause(
+            model.replace("-", "_"),
+            f"{name}.forward",
+            "a decoder is given the mask of an encoder, which is not causal",
+        )
+        for model, name in (
+            ("megatron-bert", "MegatronBertModel"),
+            ("rembert", "RemBertModel"),
+            ("roformer", "RoFormerModel"),
+        )
+        for form, kind in (("causal", "leak"), ("generation", "cache mask"))
+    },
     **{
         ("doge", form, kind): _cause(
             "doge",
