@@ -14,7 +14,9 @@ import torch
 
 import clearhead as ch
 from clearhead import heads, masks, readings
-from tests.view.test_shown import HEADS, HOSTILE, SIZE, watched
+from tests.view.records import HEADS, SIZE
+from tests.view.records import of_a_call as watched
+from tests.view.test_shown import HOSTILE
 
 pytest.importorskip("matplotlib")
 

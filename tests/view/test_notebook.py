@@ -23,7 +23,7 @@ import pytest
 import clearhead as ch
 from clearhead import heads, masks, readings
 from tests.view.browser import BROWSERS, HERE
-from tests.view.test_shown import watched
+from tests.view.records import of_a_call as watched
 
 ROOT = HERE.parent.parent
 SETUP = """\

@@ -8,23 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import clearhead as ch
 from clearhead import heads, masks, readings
 from tests.view.browser import run
 from tests.view.pages import HOSTILE
+from tests.view.records import MODEL, TEXT, TOKENS
+from tests.view.records import of_the_model as watched
 
-TEXT = "hell or shell"
-MODEL = ch.models.load()
-TOKENS = MODEL.vocabulary.encode(TEXT)[None]
 MASK = masks.causal() & masks.window(3) | masks.first(1)
-
-
-def watched(read: Any = None, tokens: torch.Tensor = TOKENS, **options: Any) -> Any:
-    with torch.no_grad(), ch.watch(MODEL, read=read or readings.Weights(), **options) as seen:
-        MODEL(tokens)
-    return seen
 
 
 def hostile_record() -> Any:

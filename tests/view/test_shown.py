@@ -13,20 +13,12 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead import masks, readings
+from clearhead import readings
 from clearhead.cli import main
 from clearhead.views.content.layers import MOST
 from clearhead.views.shown import Shown, shown_of
-
-BATCH, HEADS, SIZE = 2, 3, 11
-
-
-def watched(read: Any, size: int = SIZE, mask: Any = None) -> Any:
-    torch.manual_seed(0)
-    q = torch.randn(BATCH, HEADS, size, 8)
-    with torch.no_grad(), ch.watch(ch.attend, read=read) as seen:
-        ch.attend(q, q, q, mask or masks.causal())
-    return seen
+from tests.view.records import BATCH, HEADS, SIZE
+from tests.view.records import of_a_call as watched
 
 
 def of_codes(data: bytes, steps: int) -> np.ndarray:

@@ -18,7 +18,9 @@ from clearhead.cli import main
 from clearhead.views.figures import colours
 from clearhead.views.shown import shown_of
 from clearhead.views.text import record
-from tests.view.test_shown import HOSTILE, SIZE, watched
+from tests.view.records import SIZE
+from tests.view.records import of_a_call as watched
+from tests.view.test_shown import HOSTILE
 
 
 class Screen(io.StringIO):

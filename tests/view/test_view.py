@@ -17,16 +17,8 @@ from clearhead import heads, masks, readings
 from clearhead.cli import main
 from clearhead.intervention import Effect, Effects
 from clearhead.views.shown import UNTRAINED
-
-TEXT = "hell or shell"
-MODEL = ch.models.load()
-TOKENS = MODEL.vocabulary.encode(TEXT)[None]
-
-
-def watched(model: Any = MODEL, tokens: torch.Tensor = TOKENS, read: Any = None) -> Any:
-    with torch.no_grad(), ch.watch(model, read=read or readings.Weights()) as seen:
-        model(tokens)
-    return seen
+from tests.view.records import MODEL, TEXT, TOKENS
+from tests.view.records import of_the_model as watched
 
 
 def header_of(page: Any) -> dict[str, Any]:
