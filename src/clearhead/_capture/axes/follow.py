@@ -133,7 +133,7 @@ class Layouts:
     ) -> Inferred | None:
         given = args[0] if args else kwargs["tensors"]
         at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        at = _STACKS[func] if func in _STACKS else at
+        at = _STACKS.get(func, at)
         steps: list[Inferred | None] = [self._marks.step(x) for x in given]
         if not isinstance(out, Tensor) or not any(steps):
             return None
