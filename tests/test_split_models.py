@@ -552,9 +552,10 @@ def test_a_model_that_is_watched_on_some_ranks_raises_on_all(ranks: Ranks) -> No
 def across(group: Any) -> Any:
     """The weights of queries over other positions than their own, gathered; and under a cut."""
     draw = torch.Generator().manual_seed(5)
-    whole = [torch.randn(1, 2, size, 8, generator=draw) for size in (5, 9, 9)]
+    query, key, value = [torch.randn(1, 2, size, 8, generator=draw) for size in (5, 9, 9)]
+    whole = [query, key, value]
     mask, bias = masks.window(4), torch.randn(2, 5, 9, generator=draw)
-    right = ch.attend(*whole, mask, bias=bias, read=readings.Weights())[1]
+    right = ch.attend(query, key, value, mask, bias=bias, read=readings.Weights())[1]
 
     def model(*tensors: Tensor) -> Tensor:
         return distributed.attend(*tensors, mask, bias=bias, group=group)

@@ -132,8 +132,8 @@ class Layouts:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Inferred | None:
         given = args[0] if args else kwargs["tensors"]
-        at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        at = _STACKS.get(func, at)
+        named: int = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        at = _STACKS.get(func, named)
         steps: list[Inferred | None] = [self._marks.step(x) for x in given]
         if not isinstance(out, Tensor) or not any(steps):
             return None
