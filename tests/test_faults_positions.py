@@ -261,6 +261,28 @@ SHUFFLES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
         lambda x: torch.cat([(y := x.unflatten(-1, (H, D)).transpose(1, 2))[:, 1:], y[:, :1]], 1),
         lambda x: torch.cat([x[:, 2:], x[:, :2]], 1).transpose(1, 2).flatten(2),
     ),
+    "roll": (
+        lambda x: x.unflatten(-1, (H, D)).transpose(1, 2).roll(1, 1),
+        lambda x: x.roll(-1, 1).transpose(1, 2).flatten(2),
+    ),
+    "flip": (
+        lambda x: x.unflatten(-1, (H, D)).flip(2).transpose(1, 2),
+        lambda x: x.transpose(1, 2).flip(2).flatten(2),
+    ),
+    "an index": (
+        lambda x: x.unflatten(-1, (H, D)).transpose(1, 2)[:, [1, 2, 0]],
+        lambda x: x[:, torch.tensor([2, 0, 1])].transpose(1, 2).flatten(2),
+    ),
+    "index_select": (
+        lambda x: x.unflatten(-1, (H, D)).index_select(2, torch.tensor([1, 2, 0])).transpose(1, 2),
+        lambda x: x.index_select(1, torch.tensor([2, 0, 1])).transpose(1, 2).flatten(2),
+    ),
+    "take_along_dim": (
+        lambda x: (y := x.unflatten(-1, (H, D)).transpose(1, 2)).take_along_dim(
+            torch.tensor([1, 2, 0])[:, None, None].expand(y.shape), 1
+        ),
+        lambda x: x[:, [2, 0, 1]].transpose(1, 2).flatten(2),
+    ),
 }
 
 
@@ -298,6 +320,23 @@ class TestHeadsInAnotherOrder:
             torch.testing.assert_close(
                 model(x), (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
             )
+
+
+@pytest.mark.parametrize("mix", ["handwritten", "sdpa"])
+def test_an_index_repeats_grouped_keys_and_moves_no_head(mix):
+    torch.manual_seed(0)
+
+    class Grouped(Folded):
+        """Keys and values of the first head, which an index repeats for all heads."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return MIXES[mix](q, *(t[:, :1][:, torch.zeros(H, dtype=torch.long)] for t in (k, v)))
+
+    model = Grouped("einsum", mix)
+    with torch.no_grad(), ch.watch(model) as seen:
+        model(torch.randn(B, T, H * D))
+    assert seen.notes == []
 
 
 def test_vstack_joins_heads_as_cat_does():

@@ -114,9 +114,10 @@ class AxisLayout:
         return AxisLayout(axes, taken.selected + taken.axes[at])
 
     def mixed(self, at: int, size: int) -> AxisLayout | None:
-        """Take some of an axis in any order; None where the axis is not one axis of positions."""
+        """Take some of an axis in any order; None for features, and for several axes in one."""
         axis = self.axes[at]
-        if len(axis) != 1 or axis[0].of_width or axis[0].parts:
+        features = at % len(self.axes) == len(self.axes) - 1
+        if len(axis) != 1 or axis[0].parts or (axis[0].of_width and features):
             return None
         return self.with_axis(at, (replace(axis[0], size=size, start=0, mixed=True),))
 
