@@ -13,6 +13,7 @@ from torch import Tensor
 import bits
 import clearhead as ch
 
+pytestmark = pytest.mark.slow
 COUNT = 20
 
 

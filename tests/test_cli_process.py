@@ -73,7 +73,14 @@ runpy.run_module("clearhead", run_name="__main__")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_training_that_is_stopped_goes_on_to_the_same_bytes(home: Path, number: int) -> None:
     with training("whole", "--steps", "30") as process:
         assert process.communicate()[0].endswith("Wrote whole\n")
@@ -293,6 +300,7 @@ def on_terminal(*words: str, **variables: str) -> tuple[int, str]:
     return code, re.sub(r"\x1b\[(\?25[hl]|[0-9;]*m|2K|1A)|\r", "", text)
 
 
+@pytest.mark.slow
 def test_no_name_and_no_metadata_steers_a_terminal(home: Path) -> None:
     assert cli.main(["scan", "tale.txt", "--limit", "1", "--out", "t.heads"]) == 0
     table = pq.read_table("t.heads")
@@ -320,6 +328,7 @@ def test_no_name_and_no_metadata_steers_a_terminal(home: Path) -> None:
     assert {out, f"{out}2"} <= set(os.listdir())
 
 
+@pytest.mark.slow
 def test_text_of_a_model_steers_no_terminal_and_is_else_as_in_a_pipe(home: Path) -> None:
     odd = "ab\x1b\x07\x08\x9b\u202e\r"
     for name, characters in (("odd", odd), ("even", "ab \n\té你م")):

@@ -314,6 +314,74 @@ def test_an_attention_that_is_not_recognised_is_noted():
     assert found.notes[0].startswith("1: not in the product")
 
 
+class Between(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.first, self.between, self.last = Layer(), between, Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+MOVES: dict[str, Any] = {
+    "conv1d": lambda x: F.conv1d(x.mT, torch.ones(6, 1, 3) / 3, padding=1, groups=6).mT,
+    "avg_pool1d": lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
+    "flip": lambda x: x.flip(1),
+    "roll": lambda x: torch.roll(x, shifts=(1,), dims=(1,)),
+    "cumsum": lambda x: x.cumsum(1),
+    "fft_fft2": lambda x: torch.fft.fft2(x).real,
+    "index_select": lambda x: x.index_select(1, torch.tensor([4, 3, 2, 1, 0])),
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+}
+# The same functions, along features, or of one position at a time.
+STAYS: dict[str, Any] = {
+    "conv1d": lambda x: F.conv1d(x.mT, torch.eye(6)[..., None]).mT,
+    "flip": lambda x: x.flip(-1),
+    "roll": lambda x: torch.roll(x, 1, -1),
+    "cumsum": lambda x: x.cumsum(dim=-1),
+    "fft_fft": lambda x: torch.fft.fft(x).real,
+    "mean": lambda x: x - x.mean(-1, keepdim=True),
+}
+
+
+class TestFunctionsBetweenLayers:
+    @staticmethod
+    def notes(function: Any) -> tuple[str, ...]:
+        torch.manual_seed(0)
+        return heads.rollout(Between(Applied(function)), torch.randn(2, 5, 6)).notes
+
+    @pytest.mark.parametrize("name", MOVES)
+    def test_that_move_positions_are_noted(self, name):
+        said = f"between: not in the product, {name} moves numbers between positions"
+        assert self.notes(MOVES[name]) == (said,)
+
+    @pytest.mark.parametrize("name", STAYS)
+    def test_along_features_are_not(self, name):
+        assert self.notes(STAYS[name]) == ()
+
+    def test_before_the_first_and_behind_the_last_layer_they_are_not(self):
+        class Ends(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = Layer(), Layer()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.last(self.first(x.flip(1))).cumsum(1)
+
+        assert heads.rollout(Ends(), torch.randn(2, 5, 6)).notes == ()
+
+
 def test_models_that_ship_have_no_notes():
     model: Any = ch.models.load()
     found = heads.rollout(model, model.vocabulary.encode("hello")[None])

@@ -57,6 +57,11 @@ def soft(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1)
 
 
+def one_by_one(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product, written with elementwise products."""
+    return (left[..., None] * right[..., None, :, :]).sum(-2)
+
+
 class TestFormsOfProducts:
     EINSUMS = (
         # One head of keys and values.
@@ -339,6 +344,20 @@ class TestAttentionBesideWhatIsSeen:
             lambda q, k, v: einsum("bhij,bhjd->bhid", F.relu(q @ k.mT), v)[:, 0],
             lambda q, k, v: ((F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).pow(2) @ v)[:, 0],
             lambda q, k, v: ((1 + F.elu(q)) @ ((1 + F.elu(k)).mT @ v))[:, 0],
+            lambda q, k, v: one_by_one(one_by_one(q, k.mT).softmax(-1), v)[:, 0],
+            lambda q, k, v: one_by_one((q @ k.mT).softmax(-1), v)[:, 0],
+            lambda q, k, v: torch.linalg.vecdot(
+                torch.linalg.vecdot(q[..., None, :], k[..., None, :, :]).softmax(-1)[..., None, :],
+                v.mT[..., None, :, :],
+            )[:, 0],
+            lambda q, k, v: torch.stack([
+                torch.tensordot(torch.tensordot(a, b, ([1], [1])).softmax(-1), c, 1)
+                for a, b, c in zip(q[:, 0], k[:, 0], v[:, 0], strict=True)
+            ]),
+            lambda q, k, v: torch.stack([
+                F.linear(F.linear(a, b).softmax(-1), c.mT)
+                for a, b, c in zip(q[:, 0], k[:, 0], v[:, 0], strict=True)
+            ]),
         ],
     )  # fmt: skip
     def test_named(self, mix):
@@ -351,6 +370,11 @@ class TestAttentionBesideWhatIsSeen:
             lambda q, k, v: (q @ (k[:, :, :1].mT @ v[:, :, :1]))[:, 0],
             lambda q, k, v: (q[..., None, :] @ k[..., None] @ v[..., None, :])[:, 0, :, 0],
             lambda q, k, v: (q.softmax(-1) * v)[:, 0],
+            # Gates: of the width of a projection, and of the best of them.
+            lambda q, k, v: one_by_one(q[..., :7].softmax(-1), v[:, :, :1].expand(2, 1, 7, 8))[
+                :, 0
+            ],
+            lambda q, k, v: one_by_one(q.topk(2).values.softmax(-1), v[:, :, :2])[:, 0],
         ],
     )
     def test_what_mixes_no_positions_is_not(self, mix):

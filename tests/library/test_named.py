@@ -19,6 +19,7 @@ from clearhead.dependence.library.rows import FAULT, Row
 from clearhead.dependence.library.subjects import subject_named
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 LINES = 15
 
 

@@ -19,6 +19,7 @@ from clearhead.views.page import save
 from tests.view.browser import run
 from tests.view.synthetic import Record, causal_weights
 
+pytestmark = pytest.mark.slow
 LOOKS = Path(__file__).parent / "looks"
 # The mean difference of 32 pixels across that other fonts make; another theme makes over 100.
 TOLERANCE = 6.0

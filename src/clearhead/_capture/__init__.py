@@ -22,7 +22,7 @@ from clearhead._capture.intercept import (
     NamedInterceptor,
     intercept_calls,
 )
-from clearhead._capture.modules import Modules
+from clearhead._capture.modules import Modules, moves_positions
 from clearhead._capture.provenance import SOFTMAXES
 from clearhead._capture.recompute import (
     call_mask,
@@ -59,6 +59,7 @@ __all__ = [
     "in_short",
     "intercept_calls",
     "last_query",
+    "moves_positions",
     "nothing_seen",
     "plain_call",
     "prompt_length",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from clearhead._capture.axes import AxisLayout, paired_axes, paired_letters, sco
 from clearhead._capture.handler import Handler, in_short
 from clearhead._capture.modules import Sites
 from clearhead._capture.products import (
+    NO_SCORES,
     Axes,
     ValueProduct,
     axes_of,
@@ -26,6 +27,7 @@ from clearhead._capture.products import (
     sums_positions,
 )
 from clearhead._capture.provenance import (
+    CONTRACTIONS,
     DIVISIONS,
     DROPOUTS,
     EXPONENTIALS,
@@ -89,7 +91,12 @@ class Handwritten:
             return
         if origin is None:
             origin = Origin(self._provenance.root(), foreign=True)
-        self._provenance.mark(weights, Origin(origin.root, foreign=origin.foreign, opaque=True))
+        layout = self._provenance.layouts.of(scores)
+        gates = layout is not None and any(x.of_width for x in layout.axes[-1])
+        square = scores.ndim > 1 and scores.shape[-1] == scores.shape[-2]
+        mixes = square and not gates and is_by_position(weights, self._sites.positions)
+        found = Origin(origin.root, foreign=origin.foreign, opaque=True, mixes=mixes)
+        self._provenance.mark(weights, found)
 
     def dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run dropout; the weights before it are kept where it writes over them."""
@@ -223,7 +230,24 @@ class Handwritten:
                 continue
             if out.ndim > origin.softmax.ndim:
                 self._elsewhere(origin.softmax, "its weights are multiplied by values one by one")
+        if isinstance(out, Tensor):
+            operands = list(tensors(args[:2]))
+            if len(operands) == 2 and all(x.shape != out.shape for x in operands):
+                self._report_unfollowed(operands)  # each has axes that the other has not
         return out
+
+    def contraction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a product of a form that is not followed: of two activations it may be attention."""
+        if self._sites.listening and not any(map(self._provenance.learned, tensors(args))):
+            self._report_unfollowed(tensors(args))
+        return self._provenance.run(func, args, kwargs)
+
+    def _report_unfollowed(self, operands: Iterable[Tensor]) -> None:
+        """Report weights between positions, of no product, that meet an activation."""
+        origins = [self._provenance.origin(x) for x in operands]
+        weights = [x for x in origins if x and x.opaque and x.mixes and not x.foreign]
+        if weights and any(x and not x.opaque for x in origins):
+            self.mixing.setdefault(self._sites.running, NO_SCORES)
 
     def _elsewhere(self, found: Softmax, reason: str) -> None:
         """Report weights that meet a value in a product that is no call."""
@@ -362,4 +386,5 @@ HANDWRITTEN = {
     **dict.fromkeys(EXPONENTIALS, Handwritten.exponential),
     **dict.fromkeys(DIVISIONS, Handwritten.division),
     **dict.fromkeys(MULTIPLICATIONS, Handwritten.multiplication),
+    **dict.fromkeys(CONTRACTIONS, Handwritten.contraction),
 }

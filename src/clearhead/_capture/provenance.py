@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from clearhead._capture.axes import REORDERS, Layouts, Marks, is_parameter
 
 __all__ = [
+    "CONTRACTIONS",
     "DIVISIONS",
     "DROPOUTS",
     "EXPONENTIALS",
@@ -42,6 +43,9 @@ PRODUCTS = {
     torch.Tensor.mm,
     torch.Tensor.baddbmm,
 }
+# Products that are not followed.
+CONTRACTIONS = {F.linear, F.bilinear, torch.tensordot, torch.inner, torch.linalg.vecdot}
+CONTRACTIONS |= {torch.linalg.multi_dot, torch.chain_matmul, torch.Tensor.inner}
 SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax}
 LOG_SOFTMAXES = {F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax}
 LOG_SOFTMAXES |= {torch.special.log_softmax}

@@ -23,6 +23,7 @@ from clearhead._capture import (
     call_strip,
     call_with,
     context_difference,
+    moves_positions,
     rounding_bound,
 )
 from clearhead._core import value_error
@@ -33,6 +34,8 @@ __all__ = ["Rollout", "rollout"]
 _STRIP = 1 << 20
 # Rows of a fused call whose context is recomputed.
 _SAMPLED = 4
+# The bit of the first function that moves positions, behind those of all inputs and calls.
+_MOVERS = 4096
 
 
 class Rollout(NamedTuple):
@@ -73,7 +76,8 @@ def rollout(
     positions, and reads what the layer before it wrote. Anything else is a ValueError: two calls a
     layer, cross attention, two stacks, heads that are modules, windows, weights that are changed
     after the softmax. What a layer reads is followed through functions of torch; TorchScript and
-    numpy hide it. `notes` names layers that mix positions and were not seen.
+    numpy hide it. `notes` names layers that mix positions and were not seen, and
+    functions between two layers that do: convolutions, flips, rolls, running sums.
 
     `inputs` is a tensor, a tuple of arguments, or keywords: a dict, or what a tokenizer returns.
     `heads="max"` takes the largest weight over the heads. Rollout mixes heads and leaves out values
@@ -132,8 +136,10 @@ class _Ancestors(TorchFunctionMode):
         super().__init__()
         self.crossed: set[int] = set()  # calls whose arguments differ in what they come from
         self.unread: set[int] = set()  # calls whose arguments do not come from the call before
+        self.moved: dict[str, str] = {}  # what moves positions between two calls, by its module
+        self.running: Callable[[], str] = str  # names the module that runs
         self._calls, self._first = calls, len(inputs)
-        self._known = WeakTensorKeyDictionary()
+        self._known, self._movers = WeakTensorKeyDictionary(), list[tuple[str, str]]()
         for at, x in enumerate(inputs):
             self._add(x, 1 << at)
 
@@ -146,6 +152,8 @@ class _Ancestors(TorchFunctionMode):
         before = len(self._calls)
         out = func(*args, **given)
         known = functools.reduce(int.__or__, each, 0)
+        if before and known:
+            known |= self._mover(func, args, given)
         for at in range(before, len(self._calls)):
             known |= self._place(at, each)
         if known:
@@ -155,8 +163,18 @@ class _Ancestors(TorchFunctionMode):
                 self._add(x, known)
         return out
 
+    def _mover(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Give a bit to a function that moves positions after a call."""
+        if not moves_positions(func, args, kwargs, self._calls[-1].sizes.query):
+            return 0
+        self._movers.append((self.running(), func.__name__))
+        return 1 << (_MOVERS + len(self._movers) - 1)
+
     def _place(self, at: int, each: set[int]) -> int:
         """Compare what the arguments of a call come from; give the bit of the call."""
+        met = functools.reduce(int.__or__, each, 0) >> _MOVERS
+        self.moved |= {m: by for bit, (m, by) in enumerate(self._movers) if met >> bit & 1}
+        each = {known & (1 << _MOVERS) - 1 for known in each} - {0}
         if len(each) > 1:
             self.crossed.add(at)
         if at and not any(known >> (self._first + at - 1) & 1 for known in each):
@@ -189,28 +207,32 @@ def _calls(model: nn.Module, inputs: Any) -> tuple[list[Call], tuple[str, ...]]:
     keeper, given = _Keeper(), _given(inputs)
     ancestors = _Ancestors(keeper.calls, given)
     with attached(model, keeper) as interceptor, ancestors:
+        ancestors.running = lambda: interceptor.sites.running
         call_with(functools.partial(model, **_uncached(model)), inputs)
     if not keeper.calls:
         raise RuntimeError("rollout: no attention call of the model was seen")
     _check_sizes(keeper.calls, given)
     _check_stream(keeper.calls, ancestors)
-    return keeper.calls, _notes(keeper, interceptor)
+    return keeper.calls, _notes(keeper, interceptor, ancestors.moved)
 
 
 def _given(inputs: Any) -> list[Tensor]:
     return list(_tensors(dict(inputs) if hasattr(inputs, "keys") else inputs))
 
 
-def _notes(keeper: _Keeper, interceptor: Interceptor) -> tuple[str, ...]:
+def _notes(keeper: _Keeper, interceptor: Interceptor, moved: dict[str, str]) -> tuple[str, ...]:
     """Name what mixes positions and is not among the calls."""
     modules, seen = interceptor.modules, {call.module for call in keeper.calls}
-    missed = dict(keeper.missed)
+    missed = {module: reason for module, reason in interceptor.handwritten.mixing.items()}
+    missed |= keeper.missed
     for module in sorted(interceptor.handwritten.unmet - seen):
         missed.setdefault(module, "its softmax of a product met no value in a product that is seen")
     for module in modules.overlooked(seen | set(missed)):
         missed[module] = "none of its calls was recognised as attention"
     for module, of in modules.recurrent(seen | set(missed)):
         missed[module] = f"{of} mixes positions without attention"
+    for module, by in moved.items():
+        missed.setdefault(module, f"{by} moves numbers between positions")
     return tuple(
         f"{module or 'the model'}: not in the product, {reason}"
         for module, reason in missed.items()

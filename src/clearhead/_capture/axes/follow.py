@@ -98,7 +98,8 @@ class Layouts:
     ) -> Inferred | list[Inferred] | None:
         """Give the step to what a call returned; several where it returned several tensors."""
         if func in _PROJECTIONS:
-            return Given(out.shape)
+            by_activation = func is F.linear and any(map(self._marks.step, args[1:2]))
+            return None if by_activation else Given(out.shape)
         if func in _JOINS:
             return self._join(func, args, kwargs, out)
         if func in _RULES:

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from clearhead._capture.provenance import Origin
 
-__all__ = ["is_by_position", "mixing_reason", "sums_positions"]
+__all__ = ["NO_SCORES", "is_by_position", "mixing_reason", "sums_positions"]
 
 _FOREIGN = (
     "the scores of its softmax are of no product that torch shows: "
     "they are given, or made in TorchScript or a compiled extension"
 )
-_NO_SCORES = "the scores of its softmax are of no product of two activations that is followed"
+NO_SCORES = "the scores of its softmax are of no product of two activations that is followed"
 _UNDIVIDED = "its exponential of scores meets a value before it is divided by its sum"
 _NO_SOFTMAX = (
     "it mixes positions by a product of two activations that meets a third "
@@ -36,7 +36,7 @@ def mixing_reason(
     if at == 0 and origin is not None and origin.opaque:
         if origin.foreign:
             return _FOREIGN
-        return _NO_SCORES if known and is_by_position(operand, positions) else None
+        return NO_SCORES if known and is_by_position(operand, positions) else None
     if at == 0 and origin is not None and origin.exp is not None:
         return _UNDIVIDED
     if origin is not None and origin.product is not None:
