@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -304,3 +305,34 @@ def test_the_annotations_hold() -> None:
 def test_readings_that_are_not_there_are_answered(name: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"{name}.*; did you mean {meant}"):
         getattr(ch.readings, name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: ch.masks.window(n),
+        lambda n: ch.masks.chunk(n),
+        lambda n: ch.masks.first(n),
+        lambda n: ch.masks.causal(align=n),
+        lambda n: ch.masks.window(n) & ch.masks.diagonal(-n),
+    ],
+)
+def test_numpy_integers_are_integers_of_masks(make):
+    number = np.int64(3)
+    assert torch.equal(make(number).dense(5, 7), make(3).dense(5, 7))
+    with pytest.raises((TypeError, ValueError), match="integer"):
+        make(np.float64(3))
+
+
+def test_numpy_integers_are_integers_of_readings_and_audits():
+    q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    three = np.int32(3)
+    for kind in (ch.readings.TopK, ch.readings.BlockMap, ch.readings.Rows):
+        got, right = (ch.attend(q, k, v, read=kind(n))[1] for n in (three, 3))
+        for one, other in zip(
+            *((x if isinstance(x, tuple) else (x,)) for x in (got, right)), strict=True
+        ):
+            assert torch.equal(one, other)
+    assert ch.audit(
+        lambda x: x.cumsum(1), torch.randn(1, 4, 2), ch.masks.causal(), changes=np.int64(1)
+    )

@@ -33,8 +33,8 @@ def numbers(name: str, given: Any) -> tuple[int, ...] | None:
 
 def position(name: str, given: Any, size: int) -> int:
     """Check a position among `size`, counted from the end where negative."""
-    if not isinstance(given, int) or isinstance(given, bool):
+    if not is_number(given):
         raise type_error(name, "takes a position, as an integer", got=repr(given))
     if not -size <= given < size:
         raise value_error(name, f"lies in 0..{size - 1}, or counts from the end", got=given)
-    return given % size
+    return int(given) % size

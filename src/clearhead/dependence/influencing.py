@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead._core import type_error, value_error
+from clearhead._core import is_number, type_error, value_error
 from clearhead.dependence.subject import (
     ModelInputs,
     embedding_of,
@@ -72,12 +72,12 @@ def _check_options(how: str, probes: int, swaps: int) -> None:
     if how not in HOW:
         raise value_error("how", f"is one of {', '.join(HOW)}", got=repr(how))
     for name, number in (("probes", probes), ("swaps", swaps)):
-        if not isinstance(number, int) or number < 1:
+        if not is_number(number) or number < 1:
             raise value_error(name, "is 1 or more", got=number)
 
 
 def _index(position: int, read: ModelInputs) -> int:
-    if not isinstance(position, int) or isinstance(position, bool):
+    if not is_number(position):
         raise type_error("position", "is a number", got=repr(position))
     if not -read.positions <= position < read.positions:
         rule = f"is within the {read.positions} positions of the inputs"

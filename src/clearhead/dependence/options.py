@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clearhead._core import value_error
+from clearhead._core import is_number, value_error
 from clearhead.dependence.subject import Key
 
 __all__ = ["AuditOptions", "read_ids"]
@@ -26,7 +26,7 @@ class AuditOptions:
     def __post_init__(self) -> None:
         for name in ("depth", "budget", "changes"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not is_number(value) or value < 1):
                 raise value_error(name, "must be a whole number of at least 1", got=repr(value))
 
 

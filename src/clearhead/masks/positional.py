@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead._core import type_error, value_error
+from clearhead._core import is_number, type_error, value_error
 from clearhead.masks.mask import Mask
 from clearhead.masks.protocol import Block, Tile
 from clearhead.masks.ranges import Interval, Ranges
@@ -341,7 +341,7 @@ def prefix(n: int) -> Mask:
 
 def read_align(align: Align) -> Align:
     """Check an alignment: "start", "end" or the position of the first query."""
-    if type(align) not in (str, bool) and isinstance(align, int | torch.SymInt):
+    if is_number(align) or isinstance(align, torch.SymInt):
         return _whole("align", align, None)
     if align not in ("end", "start"):
         raise value_error(
@@ -356,8 +356,9 @@ def read_align(align: Align) -> Align:
 def _whole(
     name: str, value: int, least: int | None, rule: str = "", hint: str | None = None
 ) -> int:
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+    if not (is_number(value) or isinstance(value, torch.SymInt)):
         raise type_error(name, "takes an integer", got=repr(value))
+    value = value if isinstance(value, torch.SymInt) else int(value)
     if least is not None and value < least:
         raise value_error(name, rule, got=value, hint=hint)
     if isinstance(value, int) and abs(value) > LARGEST:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from clearhead._core import type_error, value_error
+from clearhead._core import is_number, type_error, value_error
 
 __all__ = ["by_cell", "cell_bounds", "positive"]
 
@@ -39,8 +39,8 @@ def by_cell(x: Tensor, cells: int, how: Callable[..., Tensor]) -> Tensor:
 
 def positive(name: str, value: int) -> int:
     """Check a count that is at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_number(value):
         raise type_error(name, "takes an integer", got=repr(value))
     if value < 1:
         raise value_error(name, "is at least 1", got=value)
-    return value
+    return int(value)

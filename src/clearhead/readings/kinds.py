@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead._core import Sizes, type_error, value_error
+from clearhead._core import Sizes, is_number, type_error, value_error
 from clearhead.masks import Mask
 from clearhead.readings.cells import positive
 from clearhead.readings.fold import (
@@ -84,12 +84,10 @@ class Rows(SumReading, splits_grad=True, adds_up=True):
 
     def __init__(self, queries: int | Sequence[int] | Tensor):
         given = queries.tolist() if isinstance(queries, Tensor) else queries
-        given = [given] if isinstance(given, int) else list(given)
-        if not all(
-            isinstance(position, int) and not isinstance(position, bool) for position in given
-        ):
+        given = [given] if is_number(given) else list(given)
+        if not all(map(is_number, given)):
             raise type_error("queries", "takes positions, as integers", got=repr(queries))
-        self.queries = tuple(given)
+        self.queries = tuple(map(int, given))
 
     def check(self, sizes: Sizes) -> None:
         for position in self.queries:
