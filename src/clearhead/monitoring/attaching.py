@@ -311,8 +311,8 @@ def monitor(
       the defaults are `clearhead.monitoring.THRESHOLDS` and `PATIENCE`.
     - `steps`: how many steps the history keeps.
 
-    With a process group, every forward that is read is reduced over its ranks, by two all-reduces
-    of a few numbers a head, a maximum and a sum: the samples of DDP and FSDP add up, and the heads
+    With a process group, every forward that is read is reduced over its ranks, by one all-reduce
+    of a few numbers a head, its sums and a maximum of each rank: the samples of DDP and FSDP add up, and the heads
     that tensor parallelism splits stand side by side, under the numbers of the whole layer.
     """
     if not isinstance(model, nn.Module):

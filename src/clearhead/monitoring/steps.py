@@ -78,7 +78,7 @@ class HeadSums(NamedTuple):
         """Give (layer, head, statistic): NaN for heads that no query was counted of."""
         rows = self.sums[..., -1:]
         means = torch.where(rows > 0, self.sums[..., :-1] / rows.clamp(min=1), torch.nan)
-        # A maximum over ranks may have lost a NaN, which the sums have kept.
+        # A maximum may have lost a NaN, which the sums have kept.
         most = self.most.masked_fill(self.sums[..., 0].isnan() | (rows[..., 0] == 0), torch.nan)
         return torch.cat([most.unsqueeze(-1), means, rows], -1)
 
@@ -131,8 +131,9 @@ class TrainingStep:
 
 
 def over_ranks(totals: HeadSums, agreed: set[torch.Size]) -> HeadSums:
-    """Reduce over the ranks of the default process group, with one call for each operation.
+    """Reduce over the ranks of the default process group, with one all-reduce.
 
+    It adds: the sums, and maxima of which each rank has a row of its own, of zeros elsewhere.
     Heads that other ranks hold have no rows here, and samples add up. `agreed` has the shapes that
     all ranks had before. The numbers are those of this process where there is no group.
     """
@@ -143,9 +144,12 @@ def over_ranks(totals: HeadSums, agreed: set[torch.Size]) -> HeadSums:
     if most.shape not in agreed:
         _check_shapes(most)
         agreed.add(most.shape)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    torch.distributed.all_reduce(sums, torch.distributed.ReduceOp.SUM)
-    return HeadSums(most, sums)
+    rows = most.new_zeros(torch.distributed.get_world_size(), most.numel())
+    rows[torch.distributed.get_rank()] = most.flatten()
+    packed = torch.cat([rows.flatten(), sums.flatten()])
+    torch.distributed.all_reduce(packed)
+    maxima, added = packed.split([rows.numel(), sums.numel()])
+    return HeadSums(maxima.view_as(rows).amax(0).view_as(most), added.view_as(sums))
 
 
 def _check_shapes(most: Tensor) -> None:
