@@ -312,8 +312,9 @@ def monitor(
     - `steps`: how many steps the history keeps.
 
     With a process group, every forward that is read is reduced over its ranks, by one all-reduce
-    of a few numbers a head, its sums and a maximum of each rank: the samples of DDP and FSDP add up, and the heads
-    that tensor parallelism splits stand side by side, under the numbers of the whole layer.
+    of a few numbers a head, its sums and a maximum of each rank: the samples of DDP and FSDP add
+    up, and the heads that tensor parallelism splits stand side by side, under the numbers of the
+    whole layer.
     """
     if not isinstance(model, nn.Module):
         raise type_error("model", "is a torch.nn.Module, which trains", got=type(model).__name__)
