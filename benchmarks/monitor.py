@@ -5,12 +5,14 @@
     python benchmarks/monitor.py --cpu-time    # of this process: other processes affect it little
 
 A step is forward, backward and AdamW of a GPT (4 layers, width 256) or of a random Llama (8 layers,
-width 512, grouped heads), on one sequence, with SDPA. The ways take turns in one process; a row has
+width 512, grouped heads), with SDPA, on one sequence, and on as many of the shortest length as have
+the tokens of the longest. The ways take turns in one process; a row has
 the median, and the median of the ratios to the unmonitored step of the same round. The peers are
 what other projects do: attention by hand with all weights, the product of query and key once more,
 and 128 sampled queries. The error is the largest one of a head's largest logit and mean entropy,
 relative to float64 on full weights. The memory is that of a process of its own: the peak of its
-resident set over steps, beyond that of the unmonitored one.
+resident set over steps, beyond that of the unmonitored one, with an allocator that returns what is
+freed at once (or else what it keeps differs by 15 MB from run to run).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,10 +45,12 @@ RESULT, PAGE = HERE / "results" / "monitor.json", HERE.parent / "docs" / "traini
 VOCABULARY, SAMPLED = 100, 128
 SDPA = F.scaled_dot_product_attention
 HEAD = (
-    "| model | T | way | ms a step | over unmonitored | MB over | error of max logit | of entropy "
-    "| goal |\n|---|---|---|---|---|---|---|---|---|"
+    "| model | sequences x T | way | ms a step | over unmonitored | MB over | error of max logit "
+    "| of entropy | goal |\n|---|---|---|---|---|---|---|---|---|"
 )
 GOALS = {"monitor": 1.10, "monitor, through=True": 1.00}
+# Tokens from which on a way has `--rounds` rounds.
+SHORT = 1024
 # The memory over the unmonitored step, at the longest length, in MB.
 MEMORY = 16
 
@@ -77,11 +82,11 @@ MODELS = {"gpt": gpt, "llama": llama}
 class Training:
     """A model, its optimizer, and one step."""
 
-    def __init__(self, kind: str, length: int) -> None:
+    def __init__(self, kind: str, length: int, batch: int = 1) -> None:
         torch.manual_seed(0)
         self.model = MODELS[kind](length).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.tokens = torch.randint(VOCABULARY, (1, length))
+        self.tokens = torch.randint(VOCABULARY, (batch, length))
 
     def forward(self) -> Tensor:
         answer = self.model(self.tokens)
@@ -213,8 +218,8 @@ def main() -> None:
     print(*(f"{name}: {fact}" for name, fact in facts.items()), HEAD, sep="\n", flush=True)
     rows: list[dict[str, Any]] = []
     for kind in arguments.models:
-        for length in arguments.lengths:
-            for row in measured(kind, length, arguments):
+        for length, batch in sizes(arguments.lengths):
+            for row in measured(kind, length, batch, arguments):
                 print(line(row), flush=True)
                 rows.append(row)
     if arguments.write:
@@ -227,14 +232,24 @@ def main() -> None:
         page.place(PAGE, "\n".join([f"Measured on: {about}.", "", HEAD, *map(line, rows)]))
 
 
-def measured(kind: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def sizes(lengths: list[int]) -> list[tuple[int, int]]:
+    """Each length with one sequence, and the shortest with the tokens of the longest."""
+    batch = max(lengths) // min(lengths)
+    each = [(length, 1) for length in lengths]
+    return [*each[:1], (min(lengths), batch), *each[1:]] if batch > 1 else each
+
+
+def measured(
+    kind: str, length: int, batch: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """A row for each way."""
-    training, clock = Training(kind, length), time.perf_counter
+    training, clock = Training(kind, length, batch), time.perf_counter
     clock = time.process_time if arguments.cpu_time else clock
     training.step()
     errors = {name: error_of(way, training) for name, way in WAYS.items()}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(arguments.rounds):
+    rounds = arguments.rounds * max(1, SHORT // (length * batch))  # short steps scatter more
+    for _ in range(rounds):
         for name, way in WAYS.items():  # interleaved, so that a change of the load affects all
             with way.attached(training):
                 start = clock()
@@ -247,7 +262,8 @@ def measured(kind: str, length: int, arguments: argparse.Namespace) -> list[dict
         ratios = [a / b for a, b in zip(each, times["unmonitored"], strict=True)]
         over = peaks[name] - peaks["unmonitored"] if peaks else None
         found.append({
-            "model": kind, "length": length, "way": name, "seconds": statistics.median(each),
+            "model": kind, "length": length, "batch": batch, "way": name,
+            "seconds": statistics.median(each),
             "times": statistics.median(ratios), "spread": spread(ratios), "over": over,
             "errors": errors[name],
         })  # fmt: skip
@@ -283,7 +299,11 @@ def child(kind: str, length: int, way: str, threads: int) -> float:
     """The peak of a process of its own, in MB."""
     command = [sys.executable, __file__, "--child", kind, str(length), way]
     command += ["--threads", str(threads)]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | returning
+    )
+    return float(done.stdout)
 
 
 def peak_of(kind: str, length: int, name: str) -> float:
@@ -301,10 +321,11 @@ def peak_of(kind: str, length: int, name: str) -> float:
 def line(row: dict[str, Any]) -> str:
     """One row of the table."""
     over = "" if row["over"] is None else f"{row['over']:.0f}"
+    times = f"{row['times']:.2f} ± {row['spread']:.2f}"
     errors = ["" if x is None else f"{x:.0e}" for x in row["errors"]]
     return (
-        f"| {row['model']} | {row['length']} | {row['way']} | {1e3 * row['seconds']:.0f} "
-        f"| {row['times']:.2f} ± {row['spread']:.2f} | {over} | {' | '.join(errors)} "
+        f"| {row['model']} | {row['batch']} x {row['length']} | {row['way']} "
+        f"| {1e3 * row['seconds']:.0f} | {times} | {over} | {' | '.join(errors)} "
         f"| {goal(row)} |"
     )
 
