@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -305,6 +306,17 @@ def test_a_folder_of_another_version(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match="out: is the folder of a sweep"):
         audit_library(TOYS, tmp_path, ["Sound"])
+
+
+def test_rows_of_other_rules_are_not_taken_for_those_of_this_code(tmp_path):
+    audit_library(TOYS, tmp_path, ["Sound"], ["causal"], processes=1)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert re.fullmatch("[0-9a-f]{12}", run["rules"])
+    (tmp_path / "run.json").write_text(json.dumps(run | {"rules": "0" * 12}))
+    with pytest.raises(
+        ValueError, match=rf"another sweep.*rules 0{{12}} there, {run['rules']} here"
+    ):
+        audit_library(TOYS, tmp_path, ["Sound"], ["causal"], processes=1)
 
 
 @pytest.mark.parametrize("run", ["{}", "[]", '{"library": "toys", "versions": []}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -123,7 +124,8 @@ def audit_library(
     `out` is the folder that the rows are written to, one file a class; a sweep that was stopped
     goes on from there. `limit` is in seconds and `memory` in GiB, both for one class: a class that
     takes more is "not tested", as is one that ends its process. The rows are sorted, and depend
-    only on the versions that `run.json` in the folder names, and on `seed`.
+    only on the versions and the rules (a hash of the code) that `run.json` in the folder names, and
+    on `seed`.
     """
     chosen = _library(library)
     if not hasattr(os, "fork"):
@@ -271,10 +273,20 @@ def _run_of(job: SweepJob) -> dict[str, Any]:
         "library": job.library.name,
         "versions": {name: _version(name) for name in ("clearhead", "torch", *job.library.packages)}
         | {"python": platform.python_version()},
+        "rules": _rules(),
         "seed": job.seed,
         "forms": list(job.forms),
         "backends": list(job.backends),
     }
+
+
+def _rules() -> str:
+    """Give a hash of the code that makes the rows: of one version it may differ as well."""
+    home = Path(__file__).parents[1]
+    sums = hashlib.sha256()
+    for path in sorted(home.rglob("*.py")):
+        sums.update(f"{path.relative_to(home).as_posix()}\0".encode() + path.read_bytes())
+    return sums.hexdigest()[:12]
 
 
 def _version(name: str) -> str:
