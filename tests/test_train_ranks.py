@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from clearhead.cli.options.train import add_arguments
 from clearhead.models import BERT, GPT, RNN, Characters, Group
 from clearhead.models.ranks.dropout import RowsOfDropout
 from clearhead.models.train import Settings, Training, resume, text_training
-from tests.ranks import Failure, Ranks
+from tests.ranks import LOST, SHORT, Failure, Ranks
 
 TEXT = "".join(f"{a} said hello to {b}.\n" for a in ("nell", "bell") for b in ("jim", "tim")) * 13
 KINDS = {"gpt": GPT, "bert": BERT, "rnn": RNN}
@@ -34,7 +36,7 @@ CLOSE: Any = {"rtol": 2e-5, "atol": 0.0}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    pool = Ranks(tmp_path_factory.mktemp("ranks") / "group", world=3)
+    pool = Ranks(tmp_path_factory.mktemp("ranks") / "group", world=4)
     yield pool
     pool.close()
 
@@ -207,6 +209,66 @@ def test_processes_that_torchrun_starts_again_go_on(
     assert found.batch is found.model is found.out is None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert resuming(given) is given
+
+
+def stalling(of: Any, lost: int) -> tuple[str, float]:
+    """The error of a process, and how long it took, where another one stalls in the second step."""
+    run = training("gpt", group_of(of))
+    run.advance()
+    if torch.distributed.get_rank(of) == lost:
+        time.sleep(SHORT + 2)
+    started = time.monotonic()
+    try:
+        run.advance()
+        return "no error", 0.0
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started
+
+
+@pytest.mark.slow
+def test_a_process_that_stalls_is_named_with_the_step(ranks: Ranks) -> None:
+    for rank, (said, seconds) in zip(
+        LOST["stalls"], answers(ranks.run(stalling, "stalls", 2)), strict=True
+    ):
+        if rank != 2:
+            assert said.startswith("rank 2 did not answer in step 2 of the training: it has ended")
+            assert seconds < SHORT + 4
+
+
+def process_of(run: subprocess.Popen, rank: int) -> int:
+    """The process of a rank among those that torchrun has started."""
+    for child in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
+        if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return int(child)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_is_killed_ends_the_others_at_once(tmp_path: Path, lost: int) -> None:
+    (tmp_path / "tale.txt").write_text(TEXT)
+    command = [*TORCHRUN, "clearhead", "train", "tale.txt", "--out", "out", "--every", "0", *TINY]
+    command[command.index("2")] = "3"
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
+        run = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                if (tmp_path / "out" / "training.json").exists() or run.poll() is not None:
+                    break
+                signal.sigtimedwait([], 0.2)
+            os.kill(process_of(run, lost), signal.SIGKILL)
+            # torchrun kills what has not ended 30 seconds after it was asked to.
+            assert run.wait(timeout=25) == 1
+        finally:
+            run.kill()
+        log.seek(0)
+        said = [x for x in log.read().split("\n") if x.startswith("clearhead train: ")]
+    assert len(said) == 2, said
+    named = f"clearhead train: rank {lost} did not answer in (step|the checkpoint of step) "
+    assert all(re.match(named, x) for x in said), said
+    # What was saved before is whole.
+    assert resume(tmp_path / "out").step > 0
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]

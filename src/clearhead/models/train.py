@@ -144,7 +144,8 @@ class Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_mixed(self.settings.seed, self.step))
             batch = self.batches(self.step)
-            with small_threads(self.model, batch[0].numel(), self.threads):
+            fewer = small_threads(self.model, batch[0].numel(), self.threads)
+            with fewer, self.group.naming_lost(f"step {self.step + 1} of the training"):
                 return self._descend(batch)
 
     def _descend(self, batch: Batch) -> Step:
@@ -201,7 +202,8 @@ class Training:
         }
         path = Path(path).expanduser()
         if self.group.world > 1:
-            write_shards(path, tensors, header, self.group)
+            with self.group.naming_lost(f"the checkpoint of step {self.step}"):
+                write_shards(path, tensors, header, self.group)
         else:
             checkpoint.write(path / TRAINING_FILE, tensors, header)
         if self.group.first:

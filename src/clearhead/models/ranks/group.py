@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from clearhead import masks
 from clearhead._core import value_error
 from clearhead.models.ranks.dropout import RowsOfDropout
+from clearhead.models.ranks.lost import naming_lost
 
 __all__ = ["ALONE", "Group", "RefusedByFirst", "process_group"]
 
@@ -79,6 +80,12 @@ class Group:
         torch.distributed.broadcast_object_list(told, group=self.of, group_src=0)
         return told[0]
 
+    def naming_lost(self, step: str) -> AbstractContextManager[None]:
+        """Inside the block a process that is lost is an error that names it and the step."""
+        if self.world == 1:
+            return nullcontext()
+        return naming_lost(self.of or torch.distributed.group.WORLD, step)
+
     @contextmanager
     def only_first(self, block: AbstractContextManager[Any]) -> Iterator[None]:
         """Enter a block in the first process; where that fails, no other goes on."""
@@ -107,7 +114,9 @@ def process_group(rank: tuple[int, int] | None) -> Iterator[Group]:
         yield ALONE
         return
     torch.distributed.init_process_group("gloo")
+    group = Group(*rank)
     try:
-        yield Group(*rank)
+        with group.naming_lost("the start or the end of the training"):
+            yield group
     finally:
         torch.distributed.destroy_process_group()
