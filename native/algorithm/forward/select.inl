@@ -52,9 +52,20 @@ inline void sort_run(uint64_t* keys, int64_t count, uint64_t* to) {
   }
 }
 
-// Merges two sorted lists; no branch depends on the keys while both have some.
+// Merges two sorted lists; no branch depends on the keys while both have some. Lists of one length are merged from both
+// ends at once, in two chains of operations that do not wait for each other.
 inline void merge_largest(const uint64_t* a, const uint64_t* a_end, const uint64_t* b, const uint64_t* b_end,
                           uint64_t* to) {
+  if (a_end - a == b_end - b) {
+    const int64_t count = a_end - a;
+    uint64_t* back = to + 2 * count;
+    for (int64_t i = 0; i < count; ++i) {
+      const bool left = *a > *b, right = *--a_end > *--b_end;
+      *to++ = left ? *a : *b, *--back = right ? *b_end : *a_end;
+      a += left, b += !left, a_end += right, b_end += !right;
+    }
+    return;
+  }
   while (a < a_end && b < b_end) {
     const bool left = *a > *b;
     *to++ = left ? *a : *b;
@@ -79,38 +90,50 @@ void sort_largest(uint64_t* keys, int64_t count, uint64_t* room) {
   if (from != keys) std::memcpy(keys, from, sizeof(uint64_t) * count);
 }
 
-inline uint64_t median(uint64_t a, uint64_t b, uint64_t c) {
-  const uint64_t low = a < b ? a : b, high = a < b ? b : a;
-  return c < low ? low : c > high ? high : c;
+constexpr int64_t kSample = 16;  // keys that a pivot is chosen from
+
+// The place of a key of [first, last) whose rank there is about `rank`. The sample is spread evenly, so that no common
+// order of the scores (rising, falling, up and down again) leads to a bad pivot.
+inline int64_t pivot_near(const uint64_t* keys, int64_t first, int64_t last, int64_t rank) {
+  const int64_t count = last - first, wanted = min(rank * kSample / count, kSample - 1);
+  uint64_t sample[kSample];
+  for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[first + (2 * i + 1) * count / (2 * kSample)];
+  int64_t found = 0;
+  for (int64_t i = 0; i < kSample; ++i) {
+    int64_t larger = 0;
+    for (int64_t j = 0; j < kSample; ++j) larger += sample[j] > sample[i];
+    found = larger == wanted ? i : found;
+  }
+  return first + (2 * found + 1) * count / (2 * kSample);
 }
 
-// Moves the largest `wanted` of keys that differ to the front, by partitions without a branch that depends on the keys;
-// a heap bounds the time of an unlucky order.
-void select_largest(uint64_t* keys, int64_t count, int64_t wanted) {
+// Moves the largest of keys that differ to the front and returns how many: at least `least` and at most `most`, whatever
+// costs less. The partitions have no branch that depends on the keys; a heap bounds the time of an unlucky order.
+int64_t select_largest(uint64_t* keys, int64_t count, int64_t least, int64_t most) {
   int64_t first = 0, last = count, passes = 0;
-  while (last - first > 8 && ++passes < 48) {
-    const uint64_t pivot = median(keys[first], keys[first + (last - first) / 2], keys[last - 1]);
-    // Keys before `at` are above the pivot, the others, which it is one of, are not.
-    int64_t at = first;
-    for (int64_t i = first; i < last; ++i) {
+  while (last - first >= kSample && ++passes < 24) {
+    swap_keys(keys[pivot_near(keys, first, last, (least + most) / 2 - first)], keys[last - 1]);
+    const uint64_t pivot = keys[last - 1];
+    int64_t at = first;  // keys before it are above the pivot
+    for (int64_t i = first; i < last - 1; ++i) {
       const uint64_t key = keys[i];
       keys[i] = keys[at], keys[at] = key;
       at += key > pivot;
     }
-    if (wanted == at) return;
-    if (wanted < at) {
+    if (at > most) {
       last = at;
+    } else if (at >= least) {
+      return at;
     } else {
-      // The pivot is the largest of the rest.
-      for (int64_t i = at; i < last; ++i)
-        if (keys[i] == pivot) swap_keys(keys[i], keys[at]), i = last;
-      if (wanted == ++at) return;
+      swap_keys(keys[at], keys[last - 1]);
+      if (++at == least) return at;
       first = at;
     }
   }
-  make_heap(keys + first, wanted - first);
-  for (int64_t i = wanted; i < last; ++i)
-    if (keys[i] > keys[first]) swap_keys(keys[i], keys[first]), sift_down(keys + first, wanted - first, 0);
+  make_heap(keys + first, least - first);
+  for (int64_t i = least; i < last; ++i)
+    if (keys[i] > keys[first]) swap_keys(keys[i], keys[first]), sift_down(keys + first, least - first, 0);
+  return least;
 }
 
 }  // namespace

@@ -26,9 +26,7 @@ struct TopList {
         length(!call.top              ? 0
                : call.top > kShortTop ? 1
                                       : kShortTop),
-        capacity(call.top > kShortTop
-                     ? min(call.top + max(call.top > 2 * kTile ? 2 * call.top : call.top, kTile), max(call.source, 1))
-                     : 0),
+        capacity(call.top > kShortTop ? min(call.top + 2 * max(call.top, kTile), max(call.source, 1)) : 0),
         scores(arena.take<float>(length * lanes)),
         sources(arena.take<float>(length * lanes)),
         candidates(arena.take<uint64_t>(capacity * lanes)),
@@ -54,25 +52,25 @@ struct TopList {
   void finish() {
     for (int64_t lane = 0; capacity && lane < queries.count; ++lane) {
       uint64_t* keys = candidates + lane * capacity;
-      if (counts[lane] > call.top) keep_largest(lane);
+      if (counts[lane] > call.top) counts[lane] = select_largest(keys, counts[lane], call.top, call.top);
       sort_largest(keys, counts[lane], room);
     }
   }
 
   void write(const OnlineSoftmax<W>& softmax) const {
-    const f factor = Vec::set1(softmax.exponent.factor);
-    for (int64_t k = 0; k < call.top; ++k) {
-      alignas(64) float weight[lanes] = {};
-      int32_t source[lanes];
-      for (int64_t lane = 0; lane < queries.count; ++lane) weight[lane] = entry(k, lane, source + lane);
-      for (int at = 0; at < lanes; at += N) {
-        const f below = Vec::fms(Vec::load(weight + at), factor, Vec::load(softmax.row_max + at));
+    for (int64_t lane = 0; lane < queries.count; ++lane) {
+      const f factor = Vec::set1(softmax.exponent.factor), most = Vec::set1(softmax.row_max[lane]);
+      const f rescale = Vec::set1(softmax.rescale[lane]);
+      float* weights = call.top_weights + queries.row(lane) * call.top;
+      int64_t* to = call.top_sources + queries.row(lane) * call.top;
+      for (int64_t first = 0; first < call.top; first += N) {
+        const int64_t n = min(N, call.top - first);
+        alignas(64) float weight[N] = {};
+        int32_t source[N];
+        for (int64_t k = 0; k < n; ++k) weight[k] = entry(first + k, lane, source + k);
         // NaN in a row that reads one
-        Vec::store(weight + at, Vec::mul(softmax.exponent.exp(below), Vec::load(softmax.rescale + at)));
-      }
-      for (int64_t lane = 0; lane < queries.count; ++lane) {
-        call.top_weights[queries.row(lane) * call.top + k] = source[lane] < 0 ? 0 : weight[lane];
-        call.top_sources[queries.row(lane) * call.top + k] = source[lane];
+        Vec::store(weight, Vec::mul(softmax.exponent.exp(Vec::fms(Vec::load(weight), factor, most)), rescale));
+        for (int64_t k = 0; k < n; ++k) weights[first + k] = source[k] < 0 ? 0 : weight[k], to[first + k] = source[k];
       }
     }
   }
@@ -115,8 +113,8 @@ struct TopList {
       Vec::store(scores + k * lanes + lane, best[k]), Vec::store(sources + k * lanes + lane, places[k]);
   }
 
-  // Each source that is above the k-th largest score so far goes into the lane's candidates. When these are full, the k
-  // largest stay: a source costs the same few operations whatever k is, also where the scores rise.
+  // Each source that is above the bound of its lane goes into the lane's candidates. When these are full, the k largest
+  // and a few more stay and raise the bound: a source costs the same few operations whatever k and the order are.
   void gather_long(const float* tile, int64_t from, int64_t n, int lane) {
     uint64_t above[kTile];
     int64_t found = 0;
@@ -133,14 +131,14 @@ struct TopList {
       for (uint64_t bits = above[s]; bits; bits &= bits - 1) {
         const int at = lane + __builtin_ctzll(bits);
         const float number = tile[s * lanes + at - lane];
-        if (counts[at] == capacity) keep_largest(at);
+        if (counts[at] == capacity) drop_smallest(at);
         if (number > scores[at]) candidates[at * capacity + counts[at]++] = key_of(number, (int32_t)(from + s));
       }
   }
 
   // The same of one lane, most of whose scores may enter: no branch depends on them.
   void append_column(const float* column, int64_t from, int64_t n, int lane) {
-    if (counts[lane] + n > capacity) keep_largest(lane);
+    if (counts[lane] + n > capacity) drop_smallest(lane);
     uint64_t* const keys = candidates + lane * capacity;
     const float worst = scores[lane];
     int64_t count = counts[lane];
@@ -152,12 +150,12 @@ struct TopList {
     counts[lane] = count;
   }
 
-  void keep_largest(int64_t lane) {
+  void drop_smallest(int64_t lane) {
     uint64_t* keys = candidates + lane * capacity;
-    select_largest(keys, counts[lane], call.top);
+    counts[lane] = select_largest(keys, counts[lane], call.top, (capacity + call.top) / 2);
     uint64_t least = keys[0];
-    for (int64_t i = 1; i < call.top; ++i) least = keys[i] < least ? keys[i] : least;
-    counts[lane] = call.top, scores[lane] = score_of(least);
+    for (int64_t i = 1; i < counts[lane]; ++i) least = keys[i] < least ? keys[i] : least;
+    scores[lane] = score_of(least);
   }
 
   float entry(int64_t k, int64_t lane, int32_t* source) const {
