@@ -19,6 +19,7 @@ struct TopList {
   float *scores, *sources;
   uint64_t *candidates, *room;  // [lane][capacity] and what sorting one lane takes
   int64_t* counts;
+  float* highest;  // of each lane, in all tiles before
 
   TopList(const Queries& queries, Arena& arena)
       : call(queries.call),
@@ -31,12 +32,14 @@ struct TopList {
         sources(arena.take<float>(length * lanes)),
         candidates(arena.take<uint64_t>(capacity * lanes)),
         room(arena.take<uint64_t>(capacity ? call.top : 0)),
-        counts(arena.take<int64_t>(capacity ? lanes : 0)) {}
+        counts(arena.take<int64_t>(capacity ? lanes : 0)),
+        highest(arena.take<float>(capacity ? lanes : 0)) {}
 
   void start() {
     for (int64_t i = 0; i < length * lanes; ++i) scores[i] = -INFINITY;
     std::memset(sources, 0xff, sizeof(float) * length * lanes);  // -1
     if (capacity) std::memset(counts, 0, sizeof(int64_t) * lanes);
+    for (int64_t i = 0; capacity && i < lanes; ++i) highest[i] = -INFINITY;
   }
 
   // `most` holds the largest score of each lane in the tile.
@@ -47,6 +50,8 @@ struct TopList {
       if (!capacity) gather_short(tile + j * N, from, n, j * N);
       else gather_long(tile + j * N, from, n, j * N);
     }
+    for (int j = 0; capacity && j < W; ++j)
+      Vec::store(highest + j * N, Vec::max(Vec::load(highest + j * N), Vec::load(most + j * N)));
   }
 
   void finish() {
@@ -124,7 +129,10 @@ struct TopList {
       found += __builtin_popcountll(above[s]);
     }
     if (found > n * N / 2) {
-      for (int j = 0; j < N; ++j) append_column(tile + j, from, n, lane + j);
+      const uint64_t risen = n < call.top ? 0 : all_above(tile, n, lane);
+      for (int j = 0; j < N; ++j)
+        if (risen >> j & 1) restart(tile + j, from, n, lane + j);
+        else append_column(tile + j, from, n, lane + j);
       return;
     }
     for (int64_t s = 0; s < n; ++s)
@@ -136,7 +144,27 @@ struct TopList {
       }
   }
 
-  // The same of one lane, most of whose scores may enter: no branch depends on them.
+  // The lanes whose scores in the tile are all above those of the tiles before.
+  uint64_t all_above(const float* tile, int64_t n, int lane) const {
+    uint64_t above = ~0ull;
+    const f before = Vec::load(highest + lane);
+    for (int64_t s = 0; s < n; ++s) above &= Vec::greater(Vec::load(tile + s * lanes), before);
+    return above;
+  }
+
+  // A tile of at least k such scores replaces all candidates: rising scores need no selection.
+  void restart(const float* column, int64_t from, int64_t n, int lane) {
+    uint64_t* const keys = candidates + lane * capacity;
+    float least = column[0];
+    for (int64_t s = 0; s < n; ++s) {
+      const float number = column[s * lanes];
+      keys[s] = key_of(number, (int32_t)(from + s));
+      least = number < least ? number : least;
+    }
+    counts[lane] = n, scores[lane] = least;
+  }
+
+  // Gathers from one lane, most of whose scores may enter: no branch depends on them.
   void append_column(const float* column, int64_t from, int64_t n, int lane) {
     if (counts[lane] + n > capacity) drop_smallest(lane);
     uint64_t* const keys = candidates + lane * capacity;
