@@ -134,3 +134,15 @@ def test_copies_share_what_is_shared() -> None:
     one, two = pickle.loads(pickle.dumps([leaf & masks.causal(), leaf - masks.first(1)]))
     assert one.left is two.left
     assert torch.equal(two.dense(SIZE), (leaf - masks.first(1)).dense(SIZE))
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled", "native"])
+def test_a_deep_union_is_read_as_ranges(impl: str) -> None:
+    """A union of neighbouring and of distant diagonals, which one interval or several describe."""
+    mask, distance = masks.diagonal(0), torch.arange(SIZE)[:, None] - torch.arange(SIZE)
+    for n in range(600):
+        mask = mask | masks.diagonal(n % 5 if n < 300 else n % 5 + 20)
+    want = ((distance >= 0) & (distance < 5)) | ((distance >= 20) & (distance < 25))
+    x = torch.randn(1, 1, SIZE, 8, generator=torch.Generator().manual_seed(0))
+    weights = ch.attend(x, x, x, mask, read=readings.Weights(), impl=impl)[1]
+    assert torch.equal(weights[0, 0] > 0, want)

@@ -600,3 +600,36 @@ class TestLargestScores:
         alone = NATIVE.readings_only(problem, read)
         _, beside = NATIVE.attend(problem, read)
         assert all(map(torch.equal, tree_leaves(alone), tree_leaves(beside)))
+
+
+def ordered(order: str, source: int) -> torch.Tensor:
+    """Whole numbers, which every dtype and product represents exactly, in an order of their own."""
+    place = torch.arange(source)
+    rising = place * 200 // source
+    return {
+        "rising": rising,
+        "falling": rising.flip(0),
+        "stairs that fall inside": place // 70 * 10 - place % 70 // 8,
+        "up and down": torch.minimum(rising, rising.flip(0)),
+        "equal": place * 0,
+        "random": torch.randint(200, (source,), generator=torch.Generator().manual_seed(1)),
+    }[order].float()
+
+
+@pytest.mark.parametrize("k", [9, 16, 64, 65, 130, 257])
+@pytest.mark.parametrize(
+    "order", ["rising", "falling", "stairs that fall inside", "up and down", "equal", "random"]
+)
+def test_top_sources_in_every_order_of_the_scores(order: str, k: int) -> None:
+    """A stable sort is the oracle: descending scores, and of equal ones the lower source first."""
+    source = 1031
+    key = ordered(order, source)[:, None]
+    query = torch.tensor([[1.0], [-1.0], [0.0]]).repeat(24, 1)[:67]
+    value = torch.zeros(source, 1)
+    scores = (query * key.T).masked_fill(
+        torch.ones(67, source).triu(source - 66).bool(), -torch.inf
+    )
+    read = readings.TopK(k)
+    top = ch.attend(query, key, value, masks.causal(), scale=1.0, read=read, impl="native")[1]
+    want = scores.sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(top.sources, want[:, :k])

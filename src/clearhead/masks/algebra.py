@@ -259,9 +259,9 @@ class Or(Pair, sign="|"):
         right = None if left is None else self.right._ranges(i, sizes, most)
         if left is None or right is None:
             return None
-        one = super()._ranges(i, sizes, most)
-        union = left + right if one is None else one
-        return union if len(union) <= most else None
+        one = union(left[0], right[0]) if len(left) == len(right) == 1 else None
+        found = left + right if one is None else [one]
+        return found if len(found) <= most else None
 
     def sources(self, queries: range, sizes: Sizes) -> Tensor | None:
         left = self.left.sources(queries, sizes)
