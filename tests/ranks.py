@@ -18,7 +18,7 @@ SIZES = (1, 2, 3, 4, 8)
 SHORT = 3.0
 LOST = {
     "stalls": [0, 1, 2, 3], "late": [0, 1, 2, 3], "backward": [0, 1, 2, 3],
-    "killed": [4, 5, 6, 7],
+    "raises": [0, 1, 2, 3], "killed": [4, 5, 6, 7],
 }  # fmt: skip
 PATIENT = timedelta(seconds=60)
 

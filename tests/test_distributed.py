@@ -103,6 +103,23 @@ def attended(group: Any, name: str, dtype: torch.dtype, options: dict[str, Any])
     return lead, [x.float().numpy() for x in gradients[3:]]
 
 
+UNEVEN = {3: (0, 30, 7), 8: (0, 5, 0, 0, 21, 1, 10, 0)}
+
+
+def in_uneven_shares(group: Any, *given: Any) -> Any:
+    """`attended`, with shares of very different sizes, some of 0."""
+
+    def uneven(x: Tensor, *, group: Any) -> Tensor:
+        rank, sizes = dist.get_rank(group), UNEVEN[dist.get_world_size(group)]
+        return x.split(sizes, -2)[rank]
+
+    shard, distributed.shard = distributed.shard, uneven
+    try:
+        return attended(group, *given)
+    finally:
+        distributed.shard = shard
+
+
 READ = (
     readings.Entropy(normalized=True), readings.TopK(3), readings.Mass(masks.first(2)),
     readings.Distance(), readings.MaxScore(), readings.Weights(), readings.Scores(),
@@ -196,6 +213,22 @@ def refused_dtensors(group: Any) -> list[str]:
         except (ValueError, TypeError) as error:
             found.append(str(error))
     return found
+
+
+def on_two_axes(group: Any) -> tuple[str, float]:
+    """The error for DTensors on a mesh of two axes, and how far those on one of them are off."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "cp"))
+    x = torch.randn(2, 4, 12, 8, generator=torch.Generator().manual_seed(3)).double()
+    both = DTensor.from_local(x[:1, :, :6], mesh, [Shard(0), Shard(2)])
+    try:
+        distributed.attend(both, both, both)
+        said = "no error"
+    except ValueError as error:
+        said = str(error)
+    q = local_dtensor(x, mesh["cp"])
+    found = distributed.attend(q, q, q, masks.causal()).full_tensor()
+    right = ch.attend(x, x, x, masks.causal(), impl="reference")
+    return said, oracle.error(found, right)
 
 
 def too_large(group: Any) -> tuple[str, int]:
@@ -303,6 +336,7 @@ def differing(group: Any, what: str) -> None:
         heads = 2 if what == "heads" else heads
         dtype = torch.float64 if what == "dtype" else dtype
         mask = masks.window(3) if what == "mask" else mask
+        mask = masks.causal().dense(9, 9) if what == "bool" else mask
     if what == "ids":
         mask = masks.document(torch.arange(12) // (3 if last else 4))
     if what == "version":
@@ -311,9 +345,18 @@ def differing(group: Any, what: str) -> None:
     q = torch.zeros(heads, *size, dtype=dtype)
     if what == "kind" and last:
         q = q.int()
-    scale = 2.0 if what == "scale" and last else None
+    q.requires_grad_(what == "gradient" and last)
+    options: dict[str, Any] = {"scale": 2.0 if what == "scale" and last else None}
+    options["read"] = readings.Entropy() if what == "read" and last else None
+    options["bias"] = torch.full((9, 9), float(last)) if what == "bias" else None
     try:
-        distributed.attend(q, q, q, mask, scale=scale, group=group)
+        if what == "call" and last:
+            distributed.unshard(q.detach(), group=group)
+        if what == "DTensors" and not last:
+            # With the group of the test, as the last rank has no mesh.
+            q = DTensor.from_local(q, DeviceMesh.from_group(group, "cpu"), [Shard(1)])
+            distributed.attend(q, q, q, mask)
+        distributed.attend(q, q, q, mask, **options, group=group)
     finally:
         agreement.SCHEMA = 1
 
@@ -353,6 +396,8 @@ def losing(group: Any, what: str, lost: int) -> tuple[str, float]:
         if mine and calls[0] == 2:
             if what == "killed":
                 os._exit(1)
+            if what == "raises":
+                raise KeyboardInterrupt
             time.sleep(SHORT + 2)
         return compute(*given)
 
@@ -368,7 +413,7 @@ def losing(group: Any, what: str, lost: int) -> tuple[str, float]:
             if what == "backward":
                 context.sum().backward()
         return "no error", 0.0
-    except RuntimeError as error:
+    except (RuntimeError, KeyboardInterrupt) as error:
         return str(error), time.monotonic() - started
     finally:
         setattr(ring, name, compute)
@@ -443,6 +488,13 @@ def test_it_equals_one_process_in_pieces(ranks: Ranks, world: int) -> None:
         check_equal(ranks, world, case, torch.float32, run=in_pieces)
 
 
+@pytest.mark.parametrize("world", [3, 8])
+def test_it_equals_one_process_in_uneven_shares(ranks: Ranks, world: int) -> None:
+    for case in (GROUPED, DOCUMENTS, SINKS):
+        for dtype in (torch.float32, torch.float16):
+            check_equal(ranks, world, case, dtype, run=in_uneven_shares)
+
+
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_dropout_drops_the_same_weights(ranks: Ranks, world: int) -> None:
     for case in (GROUPED, DOCUMENTS):
@@ -502,6 +554,13 @@ def test_other_placements_are_refused_by_name(ranks: Ranks) -> None:
         assert key.startswith(f"key: {rule} R")
         assert mixed.startswith("query, key, value: are all DTensors, or none is; got DTensor, T")
         assert group.startswith("group: is the group of the device mesh")
+
+
+def test_a_mesh_of_two_axes_is_refused_and_one_axis_of_it_is_not(ranks: Ranks) -> None:
+    for said, error in answers(ranks.run(on_two_axes, 4)):
+        assert said.startswith("query: is on a device mesh of one axis; got DeviceMesh(")
+        assert "mesh['cp']" in said
+        assert error < 1e-12
 
 
 def test_maps_that_do_not_fit_are_refused_before_they_are_allocated(ranks: Ranks) -> None:
@@ -588,6 +647,11 @@ def test_memory_falls_with_the_number_of_ranks(ranks: Ranks) -> None:
         ("dtype", r"float32 on rank 0, .* float64 on rank 2"),
         ("mask", r"mask: is the same on all ranks .*causal\(.* on rank 0, window"),
         ("ids", "mask: is the same on all ranks"),
+        ("bool", r"mask: is the same .*causal\(.* on rank 0, \(positions, 9\) bool"),
+        ("read", r"read: is the same .* got \(\) on rank 0, \(Entropy"),
+        ("bias", "bias: is the same on all ranks"),
+        ("gradient", "float32 on rank 0, .* float32 with a gradient on rank 2"),
+        ("DTensors", "is the same .* got DTensors, 9 queries on rank 0, plain tensors on rank 2"),
         ("scale", "scale: is the same on all ranks"),
         ("shape", "query: is the same on all ranks"),
         ("version", "messages of version 1 on rank 0, .* messages of version 2 on rank 2"),
@@ -607,6 +671,17 @@ def test_a_refusal_of_one_rank_raises_on_all_ranks(ranks: Ranks) -> None:
         assert failure.text.startswith("RuntimeError: rank 2 refuses its arguments")
 
 
+def test_ranks_that_make_other_calls_raise_on_all_ranks(ranks: Ranks) -> None:
+    *others, last = ranks.run(differing, 3, "call")
+    there, here = (
+        f"the exchange of arguments of distributed.{name}" for name in ("unshard", "attend")
+    )
+    for rank, failure in enumerate(others):
+        said = f"RuntimeError: rank 2 is in {there}, and rank {rank} in {here}"
+        assert failure.text.startswith(said)
+    assert last.text.startswith(f"RuntimeError: rank 0 is in {here}, and rank 2 in {there}")
+
+
 def test_what_is_not_served_is_refused(ranks: Ranks) -> None:
     for kind, *gradients, cast in answers(ranks.run(refused, 2)):
         assert kind.startswith("query, key, value: are plain tensors or DTensors; got Named")
@@ -616,7 +691,7 @@ def test_what_is_not_served_is_refused(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "lost"), [("late", 2), ("stalls", 3), ("backward", 1), ("killed", 7)]
+    ("what", "lost"), [("late", 2), ("stalls", 3), ("backward", 1), ("raises", 0), ("killed", 7)]
 )
 def test_a_lost_rank_is_named_on_all_others_in_time(ranks: Ranks, what: str, lost: int) -> None:
     found = ranks.run(losing, what, what, lost, silent=what == "killed")

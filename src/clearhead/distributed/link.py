@@ -86,7 +86,7 @@ class Link:
 
     def gather(self, given: Any, step: str = "the exchange of arguments") -> list[Any]:
         """Return the objects of all ranks, in the order of the ranks."""
-        packed = _packed(given)
+        packed = _packed((f"{step} of {self.call}", given))
         size = torch.tensor([len(packed)])
         peers = [(self.rank + i) % self.world for i in range(1, self.world)]
         sent = [
@@ -99,7 +99,17 @@ class Link:
         found = {message.peer: _unpacked(message.wait()) for message in coming}
         for message in sent:
             message.wait()
-        return [given if rank == self.rank else found[rank] for rank in range(self.world)]
+        for rank, (other, _) in sorted(found.items()):
+            if other != f"{step} of {self.call}":
+                raise self._elsewhere(rank, other, step)
+        return [given if rank == self.rank else found[rank][1] for rank in range(self.world)]
+
+    def _elsewhere(self, rank: int, other: str, step: str) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.name(rank)} is in {other}, and rank {self.name(self.rank)} in {step} of "
+            f"{self.call}\n"
+            "  to do: make the same calls on all ranks of the group, in the same order"
+        )
 
     def fold(self, given: Any, merge: Callable[[Any, Any], Any], step: str) -> Any:
         """Return the merged objects of all ranks, merged in their order, on every rank.

@@ -18,7 +18,7 @@ def shard(x: Tensor, axis: int = -2, *, group: ProcessGroup | None = None) -> Te
     With 3 ranks, 7 positions are split into 3, 2 and 2. A rank beyond the last position has a
     share of size 0.
     """
-    link = Link(group, "shard")
+    link = Link(group, "distributed.shard")
     _check(x, axis)
     return x.tensor_split(link.world, axis)[link.rank]
 
@@ -29,7 +29,7 @@ def unshard(x: Tensor, axis: int = -2, *, group: ProcessGroup | None = None) -> 
     All ranks call it. The shares may differ in size along `axis` only. The result has no gradient:
     a loss is computed on the shares, where the gradients are.
     """
-    link = Link(group, "unshard")
+    link = Link(group, "distributed.unshard")
     _check(x, axis)
     if x.requires_grad and torch.is_grad_enabled():
         hint = "unshard(x.detach()), and compute the loss on the shares"

@@ -85,6 +85,8 @@ def attend(
         read_all = _checked((query, key, value), bias, sinks, read)
         tensors = {"query": query, "key": key, "value": value}
         said = describe(tensors, mask, read_all, {"bias": bias, **options})
+        kind = "plain tensors" if sharding is None else f"DTensors, {sharding.queries} queries"
+        said["equal"]["query, key, value"] = kind
     except (ValueError, TypeError) as error:
         link.gather({"refused": str(error)})
         raise

@@ -52,11 +52,12 @@ class Sharding(NamedTuple):
 
 
 def group_of(group: Any, *tensors: Any) -> Any:
-    """The group of the mesh of the first DTensor, else the one that is given."""
+    """The group of the mesh of the first DTensor, else the one that is given.
+
+    A mesh of several axes is refused: the ranks along its last one tell each other.
+    """
     meshes = [x.device_mesh for x in tensors if _is_sharded(x)]
-    if not meshes or meshes[0].ndim != 1:
-        return group
-    return meshes[0].get_group()
+    return meshes[0].get_group(meshes[0].ndim - 1) if meshes else group
 
 
 def sharding_of(group: Any, *tensors: Any) -> Sharding | None:
