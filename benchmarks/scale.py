@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py            # print the tables
     python benchmarks/scale.py --measure  # results/scale.json: from results/run.json, and a plan
+    python benchmarks/scale.py --plans    # what plans send alone: the rates stay as they are
     python benchmarks/scale.py --write    # the tables into docs/scale.md
 
 Nothing here is timed on more than one machine. The rates are those that `benchmarks/run.py` has
@@ -92,30 +93,64 @@ def operations(layer: Layer, length: int) -> float:
 
 
 def sent(layer: Layer, length: int, ranks: int) -> float:
-    """Bytes that a rank sends in a forward: its keys and values to each other rank."""
+    """Bytes that a rank sends in a ring: its keys and values to each other rank."""
     return (ranks - 1) * length / ranks * 2 * layer.source_heads * layer.width * layer.itemsize
 
 
-def held(layer: Layer, length: int, ranks: int, given: float = 0.5) -> float:
+def over_ring(layer: Layer, ranks: int) -> float:
+    """What the busiest rank sends of a causal forward, over `sent`, as calls of any length plan it.
+
+    A rank sends less where it has no later ranks or ranks take whole heads, and more where few
+    ranks give each other many rows.
+    """
+    if ranks == 1:
+        return 1.0
+    each, group = (64,) * ranks, layer.heads // layer.source_heads
+    sizes = Sizes(1, layer.heads, sum(each), sum(each))
+    width = layer.width * layer.itemsize
+    costs = Costs(group * width, group * (width + 8), 2 * width)
+    shares = Shares(sizes, layer.source_heads, each, each)
+    return max(make_plan(masks.causal(), shares, costs).sent()) / sent(layer, sizes.source, ranks)
+
+
+def rows_of_others(ranks: int) -> float:
+    """The share of rows that the first rank computes for others, to even out causal work.
+
+    It has half a share of edges for each row, the mean rank half of all positions, and the rows of
+    the last rank all of them.
+    """
+    return 0.5 - 0.5 / ranks
+
+
+def held(layer: Layer, length: int, ranks: int, given: float | None = None) -> float:
     """Bytes of a rank in a forward: its tensors, those of a stage, and what it computes of others.
 
     Query, key, value and context; two pieces of keys and values, an eighth each; the context in
     float32 where it is not that already, its log-sum-exp in float64, and strips of an eighth of it
     that are merged in float64. `given` is the share of rows that a rank computes for others, to
-    even out the work: of these it holds queries, contexts and log-sum-exps, and it relays keys and
-    values.
+    even out the work: of these it holds queries, contexts and log-sum-exps, and of more than two
+    ranks it relays keys and values.
     """
     both = layer.heads + layer.source_heads
     own = 2 * both * layer.width * layer.itemsize
-    given = given if ranks > 1 else 0.0
-    pieces = (2 / 8 + bool(given)) * 2 * layer.source_heads * layer.width * layer.itemsize
+    given = rows_of_others(ranks) if given is None else given
+    pieces = (
+        (2 / 8 + (given > 0 and ranks > 2)) * 2 * layer.source_heads * layer.width * layer.itemsize
+    )
     row = layer.heads * (layer.width * 4 * (layer.itemsize < 4) + 8)
     strips = layer.heads * layer.width * (layer.itemsize + 8) / 8
     others = given * layer.heads * (layer.width * (layer.itemsize + 4) + 8)
     return length / ranks * (own + (pieces if ranks > 1 else 0) + row + strips + others)
 
 
-def seconds(machine: Machine, layer: Layer, length: int, ranks: int, plan: float) -> float:
+def message_of(machine: Machine, layer: Layer, length: int, ranks: int, over: float = 1.0) -> float:
+    """Seconds of what a rank sends in a step, where it sends `over` times what a ring does."""
+    return over * sent(layer, length, ranks) / (ranks - 1) / machine.link + machine.latency
+
+
+def seconds(
+    machine: Machine, layer: Layer, length: int, ranks: int, plan: float, over: float = 1.0
+) -> float:
     """Of a forward of a layer: each step takes its work or its message, whichever is longer.
 
     `plan` is the time that it takes to plan a pair of ranks.
@@ -123,7 +158,7 @@ def seconds(machine: Machine, layer: Layer, length: int, ranks: int, plan: float
     work = operations(layer, length) / ranks / machine.forward
     if ranks == 1:
         return work
-    message = sent(layer, length, ranks) / (ranks - 1) / machine.link + machine.latency
+    message = message_of(machine, layer, length, ranks, over)
     return max(work / ranks, message) * (ranks - 1) + work / ranks + plan * ranks**2
 
 
@@ -155,10 +190,13 @@ def tables(measured: dict[str, Any]) -> str:
     parts = [_rates(measured)]
     for layer in LAYERS:
         shape = f"{layer.heads} query heads, {layer.source_heads} source heads of {layer.width}"
-        parts.append(f"### A layer of {layer.name}: {shape}, bfloat16, causal\n\n" + _sizes(layer))
+        over = {int(n): x for n, x in measured["over_ring"][layer.name].items()}
+        head = f"### A layer of {layer.name}: {shape}, bfloat16, causal\n\n"
+        parts.append(head + _sizes(layer, over))
         for machine in machines(measured):
             parts.append(
-                f"Seconds of a forward, each rank {machine.name}:\n\n" + _times(machine, layer)
+                f"Seconds of a forward, each rank {machine.name}:\n\n"
+                + _times(machine, layer, over)
             )
     parts.append("### What breaks first\n\n" + _limits(measured))
     parts.append("### Training: bytes of a rank\n\n" + _trainings())
@@ -216,27 +254,29 @@ def _rates(measured: dict[str, Any]) -> str:
     )
 
 
-def _sizes(layer: Layer) -> str:
+def _sizes(layer: Layer, over: dict[int, float]) -> str:
     """Bytes that a rank sends, and holds."""
     lines = _head("T", *(f"{n:,} ranks" if n > 1 else "1 rank" for n in RANKS))
     for length in LENGTHS:
         cells = (
-            f"{_bytes(sent(layer, length, n))} sent, {_bytes(held(layer, length, n))} held"
+            f"{_bytes(over[n] * sent(layer, length, n))} sent, "
+            f"{_bytes(held(layer, length, n))} held"
             for n in RANKS
         )
         lines.append(_row(_length(length), *cells))
     return "Bytes of a rank:\n\n" + "\n".join(lines)
 
 
-def _times(machine: Machine, layer: Layer) -> str:
+def _times(machine: Machine, layer: Layer, over: dict[int, float]) -> str:
     """Times, and whether the link takes them and not the work."""
     lines = _head("T", *(f"{n:,}" for n in RANKS))
     for length in LENGTHS:
         cells = []
         for ranks in RANKS:
-            took = seconds(machine, layer, length, ranks, 0.0)
-            small = ranks > 1 and length / ranks < least_share(machine, layer)
-            why = " link" if small else ""
+            took = seconds(machine, layer, length, ranks, 0.0, over[ranks])
+            work = operations(layer, length) / ranks**2 / machine.forward
+            late = ranks > 1 and message_of(machine, layer, length, ranks, over[ranks]) > work
+            why = " link" if late else ""
             full = " memory" if held(layer, length, ranks) > machine.memory else ""
             cells.append(_time(took) + why + full)
         lines.append(_row(_length(length), *cells))
@@ -257,7 +297,7 @@ def _limits(measured: dict[str, Any]) -> str:
             f"{least_share(x, layer):,.0f}"
         ),
         "positions of a rank whose one layer fills its memory": lambda x, layer: (
-            f"{x.memory / held(layer, 2, 2):,.0f}"
+            f"{x.memory / held(layer, 64, 64):,.0f}"
         ),
         "ranks at which the first plan takes a second": lambda x, layer: (
             f"{measured['plan'] ** -0.5:,.0f}"
@@ -316,8 +356,14 @@ def measure() -> dict[str, Any]:
         "backward": 2.5 * done / times[f"backward, {WORK}"],
         "readings": read,
         "plan": _plan_of_a_pair(),
+        "over_ring": plans(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def plans() -> dict[str, dict[str, float]]:
+    """What plans send, over a ring, by the layer and the number of ranks."""
+    return {x.name: {str(n): round(over_ring(x, n), 4) for n in RANKS} for x in LAYERS}
 
 
 def _plan_of_a_pair(ranks: int = 64) -> float:
@@ -332,10 +378,14 @@ def _plan_of_a_pair(ranks: int = 64) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--measure", action="store_true", help="measure, and write the results")
+    parser.add_argument("--plans", action="store_true", help="plan again, and keep the rates")
     parser.add_argument("--write", action="store_true", help="write the tables into the page")
     arguments = parser.parse_args()
     if arguments.measure:
         table.write(RESULT, json.dumps(measure(), indent=1) + "\n")
+    elif arguments.plans:
+        known = json.loads(RESULT.read_text(encoding="utf-8"))
+        table.write(RESULT, json.dumps({**known, "over_ring": plans()}, indent=1) + "\n")
     found = tables(json.loads(RESULT.read_text(encoding="utf-8")))
     if arguments.write:
         page.place(PAGE, found)

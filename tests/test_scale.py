@@ -49,6 +49,31 @@ def test_bytes_are_those_of_a_plan(ranks: int) -> None:
     assert plan.sent() == [scale.sent(TINY, length, ranks)] * ranks
 
 
+@pytest.mark.parametrize("layer", scale.LAYERS, ids=lambda layer: layer.name)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_page_has_the_bytes_of_causal_plans_of_any_length(
+    layer: scale.Layer, ranks: int
+) -> None:
+    assert measured()["over_ring"][layer.name]["1"] == 1
+    over = measured()["over_ring"][layer.name][str(ranks)]
+    assert over == pytest.approx(scale.over_ring(layer, ranks), abs=1e-4)
+    each, group = (4096,) * ranks, layer.heads // layer.source_heads
+    sizes = Sizes(1, layer.heads, sum(each), sum(each))
+    size = 2 * layer.width
+    costs = Costs(group * size, group * (size + 8), 2 * size)
+    plan = make_plan(masks.causal(), Shares(sizes, layer.source_heads, each, each), costs)
+    assert max(plan.sent()) / scale.sent(layer, sizes.source, ranks) == pytest.approx(
+        over, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_of_others_even_out_causal_work(ranks: int) -> None:
+    """In shares of a rank squared: the first rank has half of one, and the mean of all N / 2."""
+    given = scale.rows_of_others(ranks)
+    assert 0.5 + given * ranks == pytest.approx(ranks / 2)
+
+
 def test_work_is_that_of_the_edges() -> None:
     edges = masks.causal().count(64, 64)
     # Half of all edges is the convention: the diagonal counts half.
@@ -85,6 +110,13 @@ def test_memory_is_near_what_processes_allocate() -> None:
         assert scale.held(layer, 32_768, ranks, given=0) == pytest.approx(found, rel=0.25)
     text = (Path(page.__file__).parent.parent / "docs" / "all-of-clearhead.md").read_text()
     assert "take at most 297 MB on one rank, 161, 90 and 51 MB" in " ".join(text.split())
+
+
+def test_memory_of_causal_work_is_near_what_processes_allocate() -> None:
+    """Of `benchmarks/ring.py --positions 32768`: grouped heads, which give rows to other ranks."""
+    layer = scale.Layer("", 8, 2, 64, 1, 0, itemsize=4)
+    for ranks, found in ((1, 190.5e6), (2, 114.8e6), (4, 75.5e6), (8, 44.0e6)):
+        assert scale.held(layer, 32_768, ranks) == pytest.approx(found, rel=0.25)
 
 
 def test_bytes_of_training() -> None:
