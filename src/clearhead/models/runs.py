@@ -154,8 +154,8 @@ def run_and_save(
     """
     saved, every = time.monotonic(), 30 if every is None else every
     for step in training:
-        show(step)
         with training.group.naming_lost(f"step {training.step} of the training"):
+            show(step)
             late, asked = training.group.sums(time.monotonic() - saved >= every, stop.asked)
         if step.validation is not None or late or asked:
             training.save(path)
