@@ -107,8 +107,9 @@ inline int64_t pivot_near(const uint64_t* keys, int64_t first, int64_t last, int
   return first + (2 * found + 1) * count / (2 * kSample);
 }
 
-// Moves the largest of keys that differ to the front and returns how many: at least `least` and at most `most`, whatever
-// costs less. The partitions have no branch that depends on the keys; a heap bounds the time of an unlucky order.
+// Moves the largest of keys that differ to the front and returns how many: at least `least` and at most `most`,
+// whatever costs less. The partitions have no branch that depends on the keys; a heap bounds the time of an unlucky
+// order.
 int64_t select_largest(uint64_t* keys, int64_t count, int64_t least, int64_t most) {
   int64_t first = 0, last = count, passes = 0;
   while (last - first >= kSample && ++passes < 24) {
