@@ -351,7 +351,7 @@ class TestAttentionBesideWhatIsSeen:
                 v.mT[..., None, :, :],
             )[:, 0],
             lambda q, k, v: torch.stack([
-                torch.tensordot(torch.tensordot(a, b, ([1], [1])).softmax(-1), c, 1)
+                torch.tensordot(torch.tensordot(a, b.mT, 1).softmax(-1), c, 1)
                 for a, b, c in zip(q[:, 0], k[:, 0], v[:, 0], strict=True)
             ]),
             lambda q, k, v: torch.stack([

@@ -342,7 +342,8 @@ def prefix(n: int) -> Mask:
 def read_align(align: Align) -> Align:
     """Check an alignment: "start", "end" or the position of the first query."""
     if is_number(align) or isinstance(align, torch.SymInt):
-        return _whole("align", align, None)
+        number: Any = align
+        return _whole("align", number, None)
     if align not in ("end", "start"):
         raise value_error(
             "align",

@@ -83,11 +83,11 @@ class Rows(SumReading, splits_grad=True, adds_up=True):
     """
 
     def __init__(self, queries: int | Sequence[int] | Tensor):
-        given = queries.tolist() if isinstance(queries, Tensor) else queries
-        given = [given] if is_number(given) else list(given)
-        if not all(map(is_number, given)):
+        given: Any = queries.tolist() if isinstance(queries, Tensor) else queries
+        listed: list[Any] = [given] if is_number(given) else list(given)
+        if not all(is_number(position) for position in listed):
             raise type_error("queries", "takes positions, as integers", got=repr(queries))
-        self.queries = tuple(map(int, given))
+        self.queries: tuple[int, ...] = tuple(int(position) for position in listed)
 
     def check(self, sizes: Sizes) -> None:
         for position in self.queries:
