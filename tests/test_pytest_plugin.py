@@ -131,11 +131,17 @@ def test_documents_can_be_given(run):
         ("hf:nowhere", "model: *nowhere*"),
     ],
 )
-def test_a_model_that_cannot_be_made_fails(run, spec, message):
+def test_a_model_that_cannot_be_made_is_an_error_and_no_finding(run, spec, message):
     found = run(spec=spec)
-    assert found.ret == 1
-    found.assert_outcomes(failed=6)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.assert_outcomes(errors=6)
     found.stdout.fnmatch_lines([message])
+
+
+def test_a_finding_beside_a_model_that_cannot_be_made_is_a_finding(run):
+    found = run("-k", "causality", "--clearhead-model", "toys:nothing", spec="toys:bad")
+    assert found.ret == pytest.ExitCode.TESTS_FAILED
+    found.assert_outcomes(failed=1, errors=1)
 
 
 def test_collection_imports_no_model(run):

@@ -273,7 +273,7 @@ def test_the_command_monitors_the_heads(kind, file, capsys):
     assert main([*args, "--out", "seen", "--monitor"]) == 0
     err = capsys.readouterr().err
     assert re.search(
-        r"step 3/3 .*\n   logit up to -?\d+\.\d\d at \d\.\d  entropy from \d\.\d\d at", err
+        r"step 3/3 .*\n   max logit -?\d+\.\d\d \(head \d\.\d\)  min entropy \d\.\d\d \(head", err
     )
     found = load_file("seen/monitor.safetensors")
     assert found["steps"].tolist() == [0, 1, 2]

@@ -53,4 +53,6 @@ def nothing_seen(modules: Modules, notes: list[str], by: str = "watch") -> str:
         lines.append("  the model was not called inside the block")
     elif mixers := modules.mixers():
         lines.append("  classes that may mix positions without attention: " + ", ".join(mixers))
+    elif not notes:
+        lines.append("  to do: pass a model that attends; docs/watch.md says which calls are seen")
     return "\n".join(lines)

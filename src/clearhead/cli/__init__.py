@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -51,7 +53,9 @@ def process() -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return MISUSE
@@ -83,7 +87,17 @@ class _Parser(argparse.ArgumentParser):
         words = message.removeprefix("unrecognized arguments: ")
         if words != message and not words.startswith("-"):
             message += '\n  to do: put several words in quotes, as in clearhead look "hello world"'
+        elif close := self._close(message):
+            message += f"\n  to do: did you mean {close}?"
         super().error(message)
+
+    def _close(self, message: str) -> str:
+        """Give the command or option that a mistyped one is close to, or nothing."""
+        given = re.search(r"COMMAND: invalid choice: '(.*?)'|arguments: (--[^\s=]+)", message)
+        if given is None:
+            return ""
+        known = COMMANDS if given[1] else [*self._option_string_actions]
+        return next(iter(get_close_matches(given[1] or given[2], known, 1)), "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,11 +109,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
     )
+    parser.set_defaults(parser=parser)
     parser.add_argument("--version", action="version", version=f"clearhead {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name in COMMANDS:
         module = import_module(f"clearhead.cli.{name}")
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser

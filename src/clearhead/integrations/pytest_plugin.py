@@ -105,6 +105,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     session.config.stash[_NOT_AUDITED] = sorted(names)
     if names and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = NOT_AUDITED
+    errors = sum(x.result == "error" for x in ran)
+    if errors == session.testsfailed > 0 and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+        session.exitstatus = pytest.ExitCode.USAGE_ERROR  # no model could be loaded, nothing failed
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -169,6 +172,20 @@ class AuditItem(pytest.Item):
         """The model that the question is about."""
         assert isinstance(self.parent, AuditedModel)
         return self.parent
+
+    def setup(self) -> None:
+        """Load the model: one that cannot be loaded is an error, and no finding."""
+        from clearhead._core import is_refusal
+
+        if self.model.class_name:
+            return
+        self.result = "error"
+        try:
+            _ = self.model.opened
+        except Exception as error:
+            if is_refusal(error):
+                pytest.fail(str(error), pytrace=False)
+            raise
 
     def runtest(self) -> None:
         """Audit: a finding or an incomplete audit fails; what does not apply is skipped."""

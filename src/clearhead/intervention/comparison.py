@@ -64,7 +64,7 @@ class Effects(Sequence[Effect]):
         """Describe how well the weight predicts the effect, where there are enough cuts to tell."""
         found = self.rank_correlation
         if len(self) < FEW:
-            return f"compare weight and change by eye: {FEW} cuts are the least that can be ranked"
+            return f"compare weight and change by eye: fewer than {FEW} cuts are not ranked"
         if max(abs(row.effect) for row in self) <= self.small:
             return "here no cut makes a difference, whatever its weight"
         if math.isnan(found):

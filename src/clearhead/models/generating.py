@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead._core import type_error, value_error
+from clearhead.models.bert import BERT
 from clearhead.models.checkpoint import Model
 from clearhead.models.gpt import GPT
 from clearhead.models.rnn import RNN
@@ -103,12 +104,12 @@ def choose(
 
 def _writer(model: Model) -> tuple[GPT | RNN, Characters]:
     if not isinstance(model, GPT | RNN):
-        raise type_error(
-            "model",
-            "a BERT fills gaps and does not continue a text",
-            got=type(model).__name__,
-            hint='look at its guesses instead: clearhead look "he[MASK]o" --model DIR',
-        )
+        rule = "is a GPT or an RNN of clearhead, which continue a text"
+        hint = "a model of transformers has a method for it: model.generate(ids)"
+        if isinstance(model, BERT):
+            rule = "a BERT fills gaps and does not continue a text"
+            hint = 'look at its guesses instead: clearhead look "he[MASK]o" --model DIR'
+        raise type_error("model", rule, got=type(model).__name__, hint=hint)
     if not isinstance(model.vocabulary, Characters):
         raise type_error("model", "has no characters, only token numbers", hint="use next_tokens")
     return model, model.vocabulary

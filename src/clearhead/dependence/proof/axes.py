@@ -28,9 +28,9 @@ def check_axes(runner: Runner, *, given: bool) -> Outcome:
 
     `given` says that the caller named the axis; then it is reported as trouble instead.
     """
-    if runner.inputs.main.batch_axis is None or runner.noisy or _mixes(runner, along=1):
+    if runner.noisy or _mixes(runner, along=1):
         return Outcome()
-    if _samples_mix(runner):
+    if runner.inputs.main.batch_axis is not None and _samples_mix(runner):
         return _swapped(runner, given)
     # Runs that failed, and outputs that are NaN, show nothing.
     if runner.inputs.positions == 1 or runner.failures or undefined(runner.base()).any():

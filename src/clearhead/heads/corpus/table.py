@@ -155,7 +155,9 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
         about = json.loads((table.schema.metadata or {}).get(b"clearhead", b"{}"))
     except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise value_error("FILE", "is no table of `clearhead scan`", got=reason) from error
+        raise value_error(
+            "FILE", "is no table of `clearhead scan`", got=f"{path} ({reason})"
+        ) from error
     if not isinstance(about, dict) or about.get("schema") != SCHEMA:
         raise value_error("FILE", "is no table of `clearhead scan`", got=path)
     if about.get("version") != VERSION:

@@ -51,9 +51,9 @@ def _imported(spec: str) -> Any:
             module = import_module(home)
         return getattr(module, name)
     except (ImportError, AttributeError) as error:
-        raise value_error(
-            "model", "names nothing that can be imported", got=repr(spec), hint=str(error)
-        ) from error
+        got = f"{spec!r} ({error})"
+        rule = "names nothing that can be imported"
+        raise value_error("model", rule, got=got, hint=FORM) from error
 
 
 def _called(made: Any, spec: str) -> Any:

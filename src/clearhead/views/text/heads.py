@@ -42,8 +42,8 @@ def render_atlas(found: dict[str, Any], top: int) -> None:
         for call in found["cuts"].values():
             console.print(Text(f"  {call}"), soft_wrap=True)
     console.print(
-        f"A head has a role from a mean weight of {found['threshold']:g} on, half of it where "
-        "tokens must repeat. Weights say where heads look, not what they do with it.",
+        f"A role is assigned from a mean weight of {found['threshold']:g} on, and half of it for "
+        "roles that need repeated tokens. Weights say where heads look, not what they do with it.",
         style="dim",
     )
 

@@ -76,9 +76,9 @@ def heads_line(monitor: Monitor | None) -> str:
         return ""
     rows = monitor.table()
     most, least = max(rows, key=lambda x: x["max_logit"]), min(rows, key=lambda x: x["entropy"])
-    parts = [f"{row[name]:.2f} at {row['layer']}.{row['head']}"
+    parts = [f"{row[name]:.2f} (head {row['layer']}.{row['head']})"
              for row, name in ((most, "max_logit"), (least, "entropy"))]  # fmt: skip
-    return f"  logit up to {parts[0]}  entropy from {parts[1]}"
+    return f"  max logit {parts[0]}  min entropy {parts[1]}"
 
 
 def training_end(training: Training, out: Path, samples: dict[str, str]) -> list[str]:
