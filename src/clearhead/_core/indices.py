@@ -13,6 +13,8 @@ __all__ = ["is_number", "numbers", "position"]
 
 def is_number(given: Any) -> bool:
     """Return whether it is an integer; True and False are not."""
+    if type(given) is int:  # as nearly always, and quicker than to ask an abstract class
+        return True
     return isinstance(given, Integral) and not isinstance(given, bool)
 
 

@@ -341,7 +341,7 @@ def prefix(n: int) -> Mask:
 
 def read_align(align: Align) -> Align:
     """Check an alignment: "start", "end" or the position of the first query."""
-    if is_number(align) or isinstance(align, torch.SymInt):
+    if not isinstance(align, str) and (is_number(align) or isinstance(align, torch.SymInt)):
         number: Any = align
         return _whole("align", number, None)
     if align not in ("end", "start"):
