@@ -352,6 +352,8 @@ STAYS: dict[str, Any] = {
     "cumsum": lambda x: x.cumsum(dim=-1),
     "fft_fft": lambda x: torch.fft.fft(x).real,
     "mean": lambda x: x - x.mean(-1, keepdim=True),
+    "amax": lambda x: x - x.amax(-1, True),
+    "of a number": lambda x: x * x.new_tensor(0.5).cumsum(0),
 }
 
 

@@ -18,7 +18,7 @@ def moves_positions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], co
     Convolutions and pools have their positions last, and move them where they look at several.
     """
     source = args[0] if args else kwargs.get("input")
-    if func not in _FUNCTIONS or not isinstance(source, Tensor):
+    if func not in _FUNCTIONS or not isinstance(source, Tensor) or source.ndim < 2:
         return False
     axes = _FUNCTIONS[func](source, args[1:], kwargs)
     return any(0 <= at < source.ndim and source.shape[at] == count for at in axes)
@@ -35,7 +35,7 @@ def _along(place: int, *default: int, several: bool = False) -> Callable[..., It
         elif not several:
             given = given[:1]
         for at in given:
-            if isinstance(at, int) and at % source.ndim != source.ndim - 1:
+            if type(at) is int and at % source.ndim != source.ndim - 1:  # True is keepdim
                 yield at % source.ndim
 
     return axes
