@@ -263,10 +263,9 @@ def test_a_process_that_is_killed_ends_the_others_at_once(tmp_path: Path, lost: 
         finally:
             run.kill()
         log.seek(0)
-        said = [x for x in log.read().split("\n") if x.startswith("clearhead train: ")]
-    assert len(said) == 2, said
+        said = log.read()
     named = f"clearhead train: rank {lost} did not answer in (step|the checkpoint of step) "
-    assert all(re.match(named, x) for x in said), said
+    assert len(re.findall("clearhead train: ", said)) == len(re.findall(named, said)) == 2, said
     # What was saved before is whole.
     assert resume(tmp_path / "out").step > 0
 

@@ -78,7 +78,8 @@ def _main(argv: Sequence[str] | None) -> int:
 def _failed(command: str, message: str) -> int:
     if os.environ.get("CLEARHEAD_TRACEBACK"):
         traceback.print_exc(file=sys.stderr)
-    print(f"clearhead{command}: {message}", file=sys.stderr)
+    # In one write, so that the messages of several processes do not run into each other.
+    sys.stderr.write(f"clearhead{command}: {message}\n")
     return MISUSE
 
 
